@@ -97,8 +97,7 @@ def read_weights(folder: Path, prefix: str = "") -> Weights:
             f"{folder} holds no {prefix}* tensors, which conversions leave out; use the original repository"
         )
     if not weights:
-        hint = ", as safetensors: pytorch_model.bin has to be converted" if any(folder.glob("*.bin")) else ""
-        raise CannotDraft(f"{folder} has no weights; expected those of a draft head{hint}")
+        raise CannotDraft(f"{folder} has no weights; expected those of a draft head")
     return weights
 
 
@@ -111,6 +110,8 @@ def check_not_quantized(config: Mapping[str, Any], weights: Weights, name: str) 
 def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, Any]) -> LayerSizes:
     """Returns sizes from the layers' config, and switches from the weights present. Call it within `config_errors`."""
     hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
+    if layer.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {layer['hidden_act']!r}, not 'silu'")
     rope = {**layer, **flat_rope_fields(layer)}
     return LayerSizes(
         hidden_size=hidden,
@@ -121,6 +122,8 @@ def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mappin
         rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta") or 10000.0),
         rope_scaling=rope.get("rope_scaling"),
+        rotary_share=float(rope.get("partial_rotary_factor") or 1.0),
+        interleaved=layer.get("is_neox_style") is False,
         # Positions count from the first feature, so the target's context is the limit.
         context_length=int(target.get("max_position_embeddings") or layer.get("max_position_embeddings") or 32768),
         qk_norm="layers.0.self_attn.q_norm.weight" in weights,
@@ -133,7 +136,8 @@ def config_errors(kind: str, config: Mapping[str, Any], weights: Weights, name: 
     """Raises CannotDraft if this is not a head of `kind`, or is quantised, or if a field of its config.json is missing,
     or has a type or a value that can't be used."""
     try:
-        if head_kind(config) != kind:
+        # The config.json of SafeAI's heads is that of a Llama.
+        if head_kind(config) != kind and not (kind == "eagle3" and "midlayer.hidden_norm.weight" in weights):
             raise CannotDraft(f"{name} is not a head of kind {kind}: its config.json has another architecture or type")
         check_not_quantized(config, weights, name)
         yield

@@ -44,7 +44,8 @@ _DEFAULT_DEPTH = 8  # of the published training recipes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(LayerSizes):
-    """Sizes and switches. `taps`: the tapped layers. `embeds`: it has an embedding of its own.
+    """Sizes and switches. `taps`: the tapped layers. `windows`: each layer's (None: all). `embeds`: it has an embedding
+    of its own.
 
     `norm_before_residual`: the residual of the first layer is the normed feature. `fc_norm`: each tapped row is normed
     before fusing, `input_norm`: all of them as one. `norm_output`: the vector that replaces a feature is normed.
@@ -52,7 +53,7 @@ class Eagle3Config(LayerSizes):
 
     target_hidden_size: int
     taps: tuple[int, ...]
-    num_hidden_layers: int = 1
+    windows: tuple[int | None, ...] = (None,)
     embeds: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -103,7 +104,7 @@ class Eagle3(PairHead):
         self.fc = nn.Linear(fused, size, bias=False)
         if config.embeds:
             self.embed_tokens = nn.Embedding(vocabulary.size, size)
-        self.layers = [Eagle3Layer(config, number == 0) for number in range(config.num_hidden_layers)]
+        self.layers = [Eagle3Layer(config, number == 0) for number in range(len(config.windows))]
         self.norm = nn.RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, vocabulary.draft_size, bias=False)
 
@@ -118,9 +119,9 @@ class Eagle3(PairHead):
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
         embed = self.embed_tokens if "embed_tokens" in self else self._embed
         embedded, x = embed(tokens).astype(self.fc.weight.dtype), features
-        mask = caches[0].make_mask(tokens.shape[1])
-        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            x = layer(x, embedded if number == 0 else None, mask, cache)
+        for layer, cache, window in zip(self.layers, caches, self.config.windows, strict=True):
+            mask = cache.make_mask(tokens.shape[1], window_size=window)
+            x = layer(x, embedded if layer is self.layers[0] else None, mask, cache)
         return x
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -135,6 +136,7 @@ class Eagle3(PairHead):
         return replace(
             target, layers=self.layers, embedding=table, norm=self.norm, output=self.lm_head, begin=self._build_input,
             gives_normed=self.config.norm_output, vocab_size=vocabulary.size, tokens=vocabulary.ids,
+            windows=self.config.windows,
         )  # fmt: skip
 
     def _build_input(self, b: Builder) -> tuple[str, str]:
@@ -195,15 +197,17 @@ def _parse_config(
     """Returns sizes by the config, switches by the config or the weights present, and the head's vocabulary size."""
     layer = config.get("transformer_layer_config") or config
     sizes = parse_layer_sizes(layer, weights, target)
-    layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
+    layers = max(1, len({key.split(".")[1] for key in weights if key.startswith("layers.")}))
+    kinds = [*(layer.get("layer_types") or ()), *[""] * layers][:layers]
+    nested = config.get("eagle_config") or {}
     settings = Eagle3Config(
         **asdict(sizes),
         target_hidden_size=int(config.get("target_hidden_size") or sizes.hidden_size),
         taps=_parse_tapped_layers(config, int(target["num_hidden_layers"]), name),
-        num_hidden_layers=max(layers, 1),
+        windows=tuple(int(layer["sliding_window"]) if kind == "sliding_attention" else None for kind in kinds),
         embeds="embed_tokens.weight" in weights,
         norm_before_residual=bool(config.get("norm_before_residual", False)),
-        norm_output=bool(config.get("norm_output", False)),
+        norm_output=bool(config.get("norm_output") or nested.get("return_hidden_post_norm")),  # NVIDIA's name
         fc_norm="fc_norm.0.weight" in weights,
         input_norm="input_norm.weight" in weights,
     )
@@ -221,9 +225,10 @@ def _parse_masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple
 def _parse_tapped_layers(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
     """Returns the tapped layers, as outputs counted from 0.
 
-    SpecForge's `eagle_config` counts in the same way. A list at the top level, of speculators, counts inputs: its j is
-    the output of j - 1. The default is the three official layers.
+    SpecForge's `eagle_config` and DeepSpec's `target_layer_ids` count in the same way. speculators' list counts inputs:
+    its j is the output of j - 1. The default is the three official layers.
     """
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    listed = config.get("eagle_aux_hidden_state_layer_ids")
-    return parse_taps([(nested, 0), (listed, 1)], (1, layers // 2 - 1, layers - 4), layers, name)
+    key = "eagle_aux_hidden_state_layer_ids"
+    nested = (config.get("eagle_config") or {}).get(key)
+    lists = [(nested, 0), (config.get(key), 1), (config.get("target_layer_ids"), 0)]
+    return parse_taps(lists, (1, layers // 2 - 1, layers - 4), layers, name)

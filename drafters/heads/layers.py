@@ -24,7 +24,10 @@ LINK_CANDIDATES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
-    """Sizes and switches of a head's transformer layers, by the names of Llama's and Qwen3's configs."""
+    """Sizes and switches of a head's transformer layers, by the names of Llama's and Qwen3's configs.
+
+    `rotary_share`: the part of a head's channels that the rope rotates; `interleaved`: it rotates neighbours.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -34,6 +37,8 @@ class LayerSizes:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    rotary_share: float = 1.0
+    interleaved: bool = False
     context_length: int = 2048
     qk_norm: bool = False
     attention_bias: bool = False
@@ -53,7 +58,10 @@ class Attention(nn.Module):  # type: ignore[misc]
         if sizes.qk_norm:
             self.q_norm = nn.RMSNorm(self._dim, eps=sizes.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self._dim, eps=sizes.rms_norm_eps)
-        self.rope = initialize_rope(self._dim, sizes.rope_theta, False, sizes.rope_scaling, sizes.context_length)
+        rotated = int(self._dim * sizes.rotary_share)
+        self.rope = initialize_rope(
+            rotated, sizes.rope_theta, sizes.interleaved, sizes.rope_scaling, sizes.context_length
+        )
 
     def __call__(self, x: mx.array, mask: Any, cache: FlatCache) -> mx.array:
         queries = self.rope(self._by_head(self.q_proj(x), self.n_heads, "q_norm"), offset=cache.offset)

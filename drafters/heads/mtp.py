@@ -90,7 +90,7 @@ class Mtp(PairHead):
         table = self.get("embed_tokens", target.embedding)
         return replace(
             target, layers=self.layers, embedding=table, norm=self.norm, output=output, begin=self._build_input,
-            gives_normed=True,
+            gives_normed=True, windows=[None],
         )  # fmt: skip
 
     def _build_input(self, b: Builder) -> tuple[str, str]:

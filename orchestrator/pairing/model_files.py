@@ -208,7 +208,7 @@ def _describe_model(name: str, folder: Path, weights: bool) -> ModelFiles:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{name} is not a model folder: config.json is missing (a GGUF file is given by its path)")
     if weights and not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{name} has no weights: *.safetensors files are missing")
+        raise ModelError(f"{name} has no *.safetensors files; other weights (pytorch_model.bin) have to be converted")
     config = read_json(folder / "config.json")
     text = config.get("text_config")
     merged = {**config, **text} if isinstance(text, dict) else config

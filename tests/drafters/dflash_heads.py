@@ -204,12 +204,18 @@ class NumpyHead:
 
         return convolved(x, 0), lambda y: convolved(y, 1)
 
+    def _turned(self, y: Array, places: Array) -> Array:
+        half = DIM // 2
+        angles = places[:, None] * THETA ** (-np.arange(half) / half)
+        a, b = (y[..., ::2], y[..., 1::2]) if self.layout.interleaved else (y[..., :half], y[..., half:])
+        a, b = a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)
+        return np.stack([a, b], axis=-1).reshape(y.shape) if self.layout.interleaved else np.concatenate([a, b], -1)
+
     def _attention(self, w: dict[str, Array], features: Array, x: Array, number: int) -> Array:
         own = self.begin + np.arange(len(x))
-        queries = _heads(x, w, "q", HEADS, own)
-        keys = np.concatenate(
-            [_heads(features, w, "k", KV_HEADS, self.places), _heads(x, w, "k", KV_HEADS, own)], axis=1
-        )
+        queries = self._turned(_heads(x, w, "q", HEADS), own)
+        keys = [(features, self.places), (x, own)]
+        keys = np.concatenate([self._turned(_heads(y, w, "k", KV_HEADS), at) for y, at in keys], axis=1)
         values = np.concatenate([_heads(features, w, "v", KV_HEADS), _heads(x, w, "v", KV_HEADS)], axis=1)
         keys, values = keys.repeat(HEADS // KV_HEADS, axis=0), values.repeat(HEADS // KV_HEADS, axis=0)
         scores = queries @ keys.swapaxes(1, 2) / DIM**0.5
@@ -223,14 +229,9 @@ class NumpyHead:
         return found.swapaxes(0, 1).reshape(len(x), -1) @ w["self_attn.o_proj.weight"].T
 
 
-def _heads(x: Array, w: dict[str, Array], key: str, count: int, places: Array | None = None) -> Array:
+def _heads(x: Array, w: dict[str, Array], key: str, count: int) -> Array:
     y = (x @ w[f"self_attn.{key}_proj.weight"].T).reshape(len(x), count, DIM).swapaxes(0, 1)
-    if places is None:
-        return y
-    y, half = _norm(y, w[f"self_attn.{key}_norm.weight"]), DIM // 2
-    angles = places[:, None] * THETA ** (-np.arange(half) / half)
-    a, b = y[..., :half], y[..., half:]
-    return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], axis=-1)
+    return y if key == "v" else _norm(y, w[f"self_attn.{key}_norm.weight"])
 
 
 def _norm(x: Array, weight: Array) -> Array:

@@ -40,7 +40,8 @@ _SPECULATORS = {
 class Layout:
     """`prefix`: what stands before which names. `maps`: it has fewer tokens; `copies`: the target's parts, too.
 
-    `windows` of its layers (0: none), and which are `causal`: rows of a block don't see later ones.
+    `windows` of its layers (0: none), and which are `causal`: rows of a block don't see later ones. `interleaved`: its
+    rope rotates neighbours.
     """
 
     config: dict[str, Any]
@@ -49,6 +50,7 @@ class Layout:
     convolves: bool = False
     windows: tuple[int, int] = (0, 0)
     causal: tuple[bool, bool] = (False, False)
+    interleaved: bool = False
     maps: bool = False
     copies: bool = False
     prefix: tuple[str, str] = ("", "")
@@ -114,8 +116,10 @@ LAYOUTS = {
             "architectures": ["DFlashDraftModel"],
             "block_size": BLOCK,
             "dflash_config": {**_PLAIN, "causal": True},
+            "is_neox_style": False,
         },
         causal=(True, True),
+        interleaved=True,
     ),
     "DeepSpec": Layout(
         {

@@ -46,6 +46,55 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**SPECULATORS, "norm_before_fc": True},
         {"name": "layers.0.", "input_norm": True, "layers": 2, "qk_norm": True, "bias": True},
     ),
+    "SafeAI, official": ({**OFFICIAL, "architectures": ["LlamaForCausalLM"]}, {}),
+    "NVIDIA": (
+        {
+            **OFFICIAL,
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [],
+                "norm_before_fc": True,
+                "return_hidden_post_norm": True,
+            },
+        },
+        {"input_norm": True},
+    ),
+    "DeepSpec": (
+        {
+            **_SIZES,
+            "architectures": ["Qwen3Eagle3Model"],
+            "model_type": "qwen3",
+            "layer_types": ["full_attention"],
+            "target_layer_ids": [0, 2, 3, 5, 7],
+        },
+        {"name": "layers.0.", "embeds": True, "qk_norm": True, "vocab": V, "d2t": False, "taps": 5},
+    ),
+    "speculators, windows": (
+        {
+            **SPECULATORS,
+            "transformer_layer_config": {
+                **_SIZES,
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 7,
+            },
+        },
+        {"name": "layers.0.", "layers": 2},
+    ),
+    "speculators, partial rotation": (
+        {
+            **SPECULATORS,
+            "transformer_layer_config": {
+                **{key: value for key, value in _SIZES.items() if key != "rope_theta"},
+                "rope_parameters": {
+                    "rope_theta": THETA,
+                    "rope_type": "default",
+                    "mrope_section": [1, 1, 1],
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+        },
+        {"name": "layers.0."},
+    ),
     "whole vocabulary": ({**OFFICIAL, "draft_vocab_size": V}, {"vocab": V, "d2t": False}),
 }
 MASK = 257
@@ -67,7 +116,7 @@ PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 LAYOUTS |= PARALLEL
-TAPS = {"SpecForge": (0, 3, 5), "speculators": (1, 3, 6)}
+TAPS = {"SpecForge": (0, 3, 5), "speculators": (1, 3, 6), "DeepSpec": (0, 2, 3, 5, 7)}
 OFFICIAL_TAPS = (1, LAYERS // 2 - 1, LAYERS - 4)
 
 
@@ -85,6 +134,7 @@ def weights_of(
     vocab: int = V_D,
     d2t: bool = True,
     masks: bool = False,
+    taps: int = 3,
 ) -> dict[str, Array]:
     """As a checkpoint has them."""
     draws = np.random.default_rng(seed)
@@ -96,7 +146,7 @@ def weights_of(
         return (1 + 0.3 * draws.standard_normal(count)).astype(np.float32)
 
     found: dict[str, Array] = {
-        "fc.weight": matrix(H, 3 * H),
+        "fc.weight": matrix(H, taps * H),
         "norm.weight": gains(H),
         "lm_head.weight": matrix(vocab, H),
     }
@@ -148,7 +198,10 @@ class NumpyHead:
         weights = weights_of(seed, **kind)
         self.w = {key.removeprefix("model.").replace("midlayer.", "layers.0."): v for key, v in weights.items()}
         self.embedding = self.w.get("embed_tokens.weight", embedding)
-        self.layers = kind.get("layers", 1)
+        self.layers, sizes = kind.get("layers", 1), self.config.get("transformer_layer_config", self.config)
+        slides = [kind == "sliding_attention" for kind in sizes.get("layer_types", [""] * self.layers)]
+        self.windows = [sizes["sliding_window"] if slide else 1000 for slide in slides]
+        self.rotary = int(DIM * sizes.get("rope_parameters", {}).get("partial_rotary_factor", 1))
 
     def fuse(self, rows: Array) -> Array:
         if "fc_norm.0.weight" in self.w:
@@ -168,7 +221,7 @@ class NumpyHead:
             if number == 0:
                 residual = seen if self.config.get("norm_before_residual") else x
                 seen = np.concatenate([_norm(self.embedding[tokens], w["input_layernorm.weight"]), seen], axis=-1)
-            h = residual + _attention(w, seen)
+            h = residual + _attention(w, seen, self.windows[number], self.rotary)
             inner = _norm(h, w["post_attention_layernorm.weight"])
             gate = inner @ w["mlp.gate_proj.weight"].T
             x = h + (gate / (1 + np.exp(-gate)) * (inner @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
@@ -176,33 +229,37 @@ class NumpyHead:
         own = normed @ self.w["lm_head.weight"].T
         logits = np.full((len(own), V), -np.inf, np.float32)
         logits[:, np.arange(own.shape[1]) + self.w.get("d2t", 0)] = own
-        return logits, normed if self.config.get("norm_output") else x
+        nested = self.config.get("eagle_config", {})
+        return logits, normed if self.config.get("norm_output") or nested.get("return_hidden_post_norm") else x
 
 
 def _norm(x: Array, weight: Array) -> Array:
     return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + EPS) * weight
 
 
-def _attention(w: dict[str, Array], x: Array) -> Array:
+def _attention(w: dict[str, Array], x: Array, window: int, rotary: int) -> Array:
     def heads(key: str, count: int) -> Array:
         y = x @ w[f"self_attn.{key}_proj.weight"].T + w.get(f"self_attn.{key}_proj.bias", 0)
         y = y.reshape(len(x), count, DIM).swapaxes(0, 1)
         norm = w.get(f"self_attn.{key}_norm.weight")
         return y if norm is None else _norm(y, norm)
 
-    queries, keys, values = _turned(heads("q", HEADS)), _turned(heads("k", KV_HEADS)), heads("v", KV_HEADS)
+    queries, keys = _turned(heads("q", HEADS), rotary), _turned(heads("k", KV_HEADS), rotary)
+    values = heads("v", KV_HEADS)
     keys, values = keys.repeat(HEADS // KV_HEADS, axis=0), values.repeat(HEADS // KV_HEADS, axis=0)
     scores = queries @ keys.swapaxes(1, 2) / DIM**0.5
-    scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+    away = np.arange(len(x))[:, None] - np.arange(len(x))
+    scores = np.where((away >= 0) & (away < window), scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     found = (weights / weights.sum(axis=-1, keepdims=True)) @ values
     joint = found.swapaxes(0, 1).reshape(len(x), -1)
     return joint @ w["self_attn.o_proj.weight"].T + w.get("self_attn.o_proj.bias", 0)
 
 
-def _turned(x: Array) -> Array:
-    """The rope of Llama: halves of a head turn together."""
-    half = DIM // 2
+def _turned(x: Array, rotary: int) -> Array:
+    """The rope of Llama: halves of a head, or of its first channels, turn together."""
+    half, rest = rotary // 2, x[..., rotary:]
     angles = np.arange(x.shape[1])[:, None] * THETA ** (-np.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], axis=-1)
+    a, b = x[..., :half], x[..., half:rotary]
+    turned = [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)]
+    return np.concatenate([*turned, rest], axis=-1)

@@ -151,6 +151,7 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
         ("z-lab", {"rope_scaling": "wide"}, TARGET, "a value that can't be used"),
         ("z-lab", {"num_target_layers": "eight"}, TARGET, "a value that can't be used"),
         ("z-lab", {"head_dim": -1}, TARGET, "a value that can't be used"),
+        ("z-lab", {"hidden_act": "gelu"}, TARGET, r"a value that can't be used \(hidden_act 'gelu', not 'silu'\)"),
         ("z-lab", {"model_type": "gemma4"}, TARGET, "is built of gemma4 layers"),
         ("z-lab", {"block_size": 1}, TARGET, "has blocks of 1 tokens"),
         ("z-lab", {"quantization": {"bits": 4}}, TARGET, "is quantised"),

@@ -34,6 +34,7 @@ from tests.target_worker.heads import (
     recurrent_head,
     token_head,
     unrounded,
+    windowed_head,
     write_feature_head,
 )
 
@@ -62,7 +63,7 @@ def chains(head: Head, target: LoadedModel, cpu: OrtForward | None, temp: float)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("make", [mtp_head, random_head, normed_head, token_head, parallel_token_head])
+@pytest.mark.parametrize("make", [mtp_head, random_head, normed_head, windowed_head, token_head, parallel_token_head])
 def test_drafts_by_onnx_runtime_equal_those_by_mlx(
     target: LoadedModel, fed: list[int], make: Callable[[LoadedModel], Head], temp: float
 ) -> None:

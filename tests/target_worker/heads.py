@@ -138,6 +138,11 @@ def normed_head(target: LoadedModel) -> Eagle3:
     return random_head(target, norm_output=True)
 
 
+def windowed_head(target: LoadedModel) -> Eagle3:
+    """A random one that sees nine pairs."""
+    return random_head(target, layer_types=["sliding_attention"], sliding_window=9)
+
+
 def mtp_head(target: LoadedModel) -> Mtp:
     """A random one of the target's kind."""
     mx.random.seed(4)
@@ -199,7 +204,7 @@ def drafter(head: Head, target: LoadedModel) -> HeadDrafter:
 def unrounded(head: Head, target: LoadedModel) -> OrtForward:
     """ONNX Runtime's forwards of a head, without the rounding to 8 bits."""
     decoder = head.decoder(DecoderLayers.of(target.model, target.model_type))
-    return OrtForward(replace(decoder, windows=[None] * len(decoder.layers)))
+    return OrtForward(decoder)
 
 
 def _known_ids() -> Array:
