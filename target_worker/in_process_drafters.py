@@ -21,7 +21,7 @@ from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.heads import load as heads
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
-from outrider.drafters.heads.early_exit import ExitDrafter
+from outrider.drafters.heads.early_exit import ExitDraft, ExitDrafter
 from outrider.drafters.heads.head import BlockHead, MaskedHead
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDraft, NgramDrafter
@@ -182,7 +182,9 @@ class InProcessDrafters:
                 case NgramDrafter():
                     sessions[name] = partial(proposer.open_draft, sampling)
                 case ExitDrafter():
-                    sessions[name] = partial(proposer.open_exit_draft, slot.sequence, sampling, constraint())
+                    sessions[name] = partial(
+                        ExitDraft, proposer, proposer.sampler(sampling, constraint()), slot.sequence
+                    )
                 case HeadDrafter():
                     sessions[name] = partial(drafts.__getitem__, name)
         return sessions

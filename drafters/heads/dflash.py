@@ -191,13 +191,11 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         # Some formats nest the sizes, or the settings of the method.
         config = {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
         settings = _parse_config(config, weights, target.config, name)
-        count = int(config.get("draft_vocab_size") or target.vocab_size)
         _check_target(config, settings, target, name)
         d2t = weights.pop("d2t", None)
-        count = count if d2t is not None else target.vocab_size
+        count = target.vocab_size if d2t is None else int(config["draft_vocab_size"])
         vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
-        unused = ("confidence_head.",) if d2t is not None else ("confidence_head.", "lm_head.")
-        weights = {key: value for key, value in weights.items() if not key.startswith(unused)}
+        weights = {key: value for key, value in weights.items() if not key.startswith("confidence_head.")}
         head = DFlash(settings, target.embed, target.output, vocabulary)
         load_head_weights(head, weights, name, unused=_TARGET_TENSOR_PREFIXES)
         return head

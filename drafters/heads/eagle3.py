@@ -10,7 +10,7 @@ head can't be used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,21 +44,17 @@ _DEFAULT_DEPTH = 8  # of the published training recipes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(LayerSizes):
-    """Sizes and switches. `taps`: the tapped layers. `windows`: each layer's (None: all). `embeds`: it has an embedding
-    of its own.
+    """Sizes and switches. `taps`: the tapped layers. `windows`: each layer's (None: all).
 
-    `norm_before_residual`: the residual of the first layer is the normed feature. `fc_norm`: each tapped row is normed
-    before fusing, `input_norm`: all of them as one. `norm_output`: the vector that replaces a feature is normed.
+    `norm_before_residual`: the residual of the first layer is the normed feature. `norm_output`: the vector that
+    replaces a feature is normed.
     """
 
     target_hidden_size: int
     taps: tuple[int, ...]
-    windows: tuple[int | None, ...] = (None,)
-    embeds: bool = False
+    windows: tuple[int | None, ...]
     norm_before_residual: bool = False
     norm_output: bool = False
-    fc_norm: bool = False
-    input_norm: bool = False
 
 
 class Eagle3Layer(nn.Module):  # type: ignore[misc]
@@ -89,20 +85,22 @@ class Eagle3Layer(nn.Module):  # type: ignore[misc]
 
 
 class Eagle3(PairHead):
-    """`embed`: the target's embedding, for a head without one."""
+    """`embed`: the target's embedding, for a head without one. `parts`: the names of its tensors, of which some are
+    optional: its own embedding, and norms of each tapped row before fusing (`fc_norm`) or of all as one (`input_norm`).
+    """
 
-    def __init__(self, config: Eagle3Config, embed: Layer, vocabulary: DraftVocabulary) -> None:
+    def __init__(self, config: Eagle3Config, embed: Layer, vocabulary: DraftVocabulary, parts: Collection[str]) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.config, self._embed, self.vocabulary = config, embed, vocabulary
         self.points, self.context_length = HiddenStatePoints(config.taps), config.context_length
         fused = len(config.taps) * config.target_hidden_size
-        if config.fc_norm:
+        if "fc_norm.0.weight" in parts:
             self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.taps]
-        if config.input_norm:
+        if "input_norm.weight" in parts:
             self.input_norm = nn.RMSNorm(fused, eps=eps)
         self.fc = nn.Linear(fused, size, bias=False)
-        if config.embeds:
+        if "embed_tokens.weight" in parts:
             self.embed_tokens = nn.Embedding(vocabulary.size, size)
         self.layers = [Eagle3Layer(config, number == 0) for number in range(len(config.windows))]
         self.norm = nn.RMSNorm(size, eps=eps)
@@ -152,11 +150,8 @@ class PEagle(Eagle3, MaskedHead):
     `depth`: the number of tokens that it was trained to draft at once.
     """
 
-    def __init__(
-        self, config: Eagle3Config, embed: Layer, vocabulary: DraftVocabulary, mask_token: int, depth: int
-    ) -> None:
-        super().__init__(config, embed, vocabulary)
-        self.depth, self.mask_token = depth, mask_token
+    def __init__(self, config: Eagle3Config, embed: Layer, vocabulary: DraftVocabulary, parts: Collection[str]) -> None:
+        super().__init__(config, embed, vocabulary, parts)
         self.mask_hidden = mx.zeros((1, 1, len(config.taps) * config.target_hidden_size))
 
     @property
@@ -176,12 +171,11 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         settings, count = _parse_config(config, weights, target.config, name)
         vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
         check_hidden_size(settings.target_hidden_size, target.config, name)
-        if not settings.embeds and settings.hidden_size != settings.target_hidden_size:
+        if "embed_tokens.weight" not in weights and settings.hidden_size != settings.target_hidden_size:
             raise CannotDraft(f"{name} has no embedding and is narrower than the target; expected embed_tokens in it")
-        if "mask_hidden" in weights:
-            head: Eagle3 = PEagle(settings, target.embed, vocabulary, *_parse_masks(config, target.vocab_size, name))
-        else:
-            head = Eagle3(settings, target.embed, vocabulary)
+        head = (PEagle if "mask_hidden" in weights else Eagle3)(settings, target.embed, vocabulary, weights)
+        if isinstance(head, PEagle):
+            head.mask_token, head.depth = _parse_masks(config, target.vocab_size, name)
         load_head_weights(head, weights, name)
         return head
 
@@ -205,11 +199,8 @@ def _parse_config(
         target_hidden_size=int(config.get("target_hidden_size") or sizes.hidden_size),
         taps=_parse_tapped_layers(config, int(target["num_hidden_layers"]), name),
         windows=tuple(int(layer["sliding_window"]) if kind == "sliding_attention" else None for kind in kinds),
-        embeds="embed_tokens.weight" in weights,
         norm_before_residual=bool(config.get("norm_before_residual", False)),
         norm_output=bool(config.get("norm_output") or nested.get("return_hidden_post_norm")),  # NVIDIA's name
-        fc_norm="fc_norm.0.weight" in weights,
-        input_norm="input_norm.weight" in weights,
     )
     return settings, int(config.get("draft_vocab_size") or layer["vocab_size"])
 

@@ -47,7 +47,6 @@ from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
-from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 
@@ -210,12 +209,6 @@ class ExitDrafter(HeadDrafter):
     def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float) -> None:
         self.layers = FirstLayers(target.model, exit.exit_layer)
         super().__init__(exit, target.vocab_size, note, agreement=agreement)
-
-    def open_exit_draft(
-        self, sequence: FlatSequence, sampling: SamplingParams, constraint: Constraint | None = None
-    ) -> ExitDraft:
-        """Returns the draft of a text."""
-        return ExitDraft(self, self.sampler(sampling, constraint), sequence)
 
 
 def load(folder: Path, target: LoadedModel) -> ExitDrafter:

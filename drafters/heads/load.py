@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _MIN_AGREEMENT = 0.1  # a head of this target agrees far more often, an untrained one far less often
 _MIN_AGREEMENT_GAIN = 0.1
 _NUM_TEST_FEATURES = 16  # different features in the check
+_SHIFTS = {-1: "one further back", 1: "one further on"}
 
 
 def read_head(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None]) -> Head:
@@ -150,7 +151,8 @@ def measure_agreement(head: Head, model: LoadedModel, cpu: OrtForward | None = N
     text = early_exit.generate_trial_text(model)
     own = _accuracy(head, make_kv_cache(head, cpu), model, text)
     others = {
-        f"tokens {_shift_name(by)}": _accuracy(head, make_kv_cache(head, cpu), model, text, tokens=by) for by in (-1, 1)
+        f"tokens {name}": _accuracy(head, make_kv_cache(head, cpu), model, text, tokens=by)
+        for by, name in _SHIFTS.items()
     }
     if isinstance(head, BlockHead):
         by = "a mask" if head.from_anchor else "the last one's own row"
@@ -165,15 +167,11 @@ def measure_agreement(head: Head, model: LoadedModel, cpu: OrtForward | None = N
 
 
 def _alternative_points(points: HiddenStatePoints) -> Iterator[tuple[str, HiddenStatePoints]]:
-    for by in (-1, 1) if points.layers else ():
-        yield f"layers {_shift_name(by)}", replace(points, layers=tuple(number + by for number in points.layers))
+    for by, name in _SHIFTS.items() if points.layers else ():
+        yield f"layers {name}", replace(points, layers=tuple(number + by for number in points.layers))
     if points.before_norm != points.after_norm:
         other = replace(points, before_norm=points.after_norm, after_norm=points.before_norm)
         yield "rows from the other side of the norm", other
-
-
-def _shift_name(by: int) -> str:
-    return "one further on" if by > 0 else "one further back"
 
 
 def _accuracy(

@@ -161,7 +161,8 @@ def _make_mimo_family(block: nn.Module) -> MtpFamily:
 
     def rename(weights: Weights) -> Weights:
         ours = _rename(weights, names)
-        return {**ours, "fc.weight": mx.roll(ours["fc.weight"], ours["fc.weight"].shape[-1] // 2, axis=-1)}
+        row, embedding = mx.split(ours["fc.weight"], 2, axis=-1)
+        return {**ours, "fc.weight": mx.concatenate([embedding, row], axis=-1)}
 
     return MtpFamily("model.mtp_layers.0.", rename, block)
 
@@ -221,25 +222,18 @@ def read_head(folder: Path, target: LoadedModel) -> Mtp:
     Raises:
         CannotDraft: there is none, it is not complete, or the target's family is not supported.
     """
-    family = select_family(target)
-    weights = _read_weights(folder, family)
-    own = HeadTarget.of(target)
-    weights = _drop_copies(weights, own)
+    family, own = select_family(target), HeadTarget.of(target)
+    weights = read_weights(folder, family.prefix)
+    check_not_quantized({}, weights, str(folder))
+    try:
+        weights = _drop_copies(family.rename(weights), own)
+    except (KeyError, ValueError, IndexError) as error:
+        raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
     args: Any = getattr(target.model, "language_model", target.model).args
     embeds, outputs = _EMBED_KEY in weights, _HEAD_KEY in weights
     head = Mtp(args.hidden_size, args.rms_norm_eps, family.block, own, embeds, outputs, family.together)
     load_head_weights(head, weights, str(folder), family.exact, unused=())
     return head
-
-
-def _read_weights(folder: Path, family: MtpFamily) -> Weights:
-    """Returns a head's tensors by our names."""
-    weights = read_weights(folder, family.prefix)
-    check_not_quantized({}, weights, str(folder))
-    try:
-        return family.rename(weights)
-    except (KeyError, ValueError, IndexError) as error:
-        raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
 
 
 def _drop_copies(weights: Weights, target: HeadTarget) -> Weights:

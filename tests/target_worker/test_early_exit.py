@@ -15,7 +15,7 @@ import pytest
 
 from outrider.drafters.heads.checkpoint import find_target_mismatch
 from outrider.drafters.heads.drafter import HeadDrafter
-from outrider.drafters.heads.early_exit import AdapterConfig, ExitAdapter, best_speedup
+from outrider.drafters.heads.early_exit import AdapterConfig, ExitAdapter, ExitDraft, best_speedup
 from outrider.drafters.heads.load import load as load_head
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import open_kv_cache
@@ -116,7 +116,7 @@ def test_chains_equal_an_independent_forward(
     slots = [CacheSlot(target, held, [50 + n, 60, *range(70, 80)], SamplingParams()) for n in range(3)]
     for slot in slots:
         slot.feed_all_but_last()
-    followers = [own.open_exit_draft(slot.sequence, SamplingParams()) for slot in slots]  # type: ignore[attr-defined]
+    followers = [ExitDraft(own, own.sampler(SamplingParams()), slot.sequence) for slot in slots]  # type: ignore[arg-type]
     draws, weights = np.random.default_rng(9), adapter_weights(scale)
 
     def adapted(x: Array) -> Array:
