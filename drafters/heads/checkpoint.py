@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from outrider.drafters.heads.layers import LayerSizes
+from outrider.drafters.heads.layers import MLPS, LayerSizes
 from outrider.engine import positions
 from outrider.engine.hidden_states import find_backbone, find_embedding, find_output_layer
 from outrider.engine.loading import LoadedModel, flat_rope_fields
@@ -32,23 +32,26 @@ _FINGERPRINT_PATTERN = re.compile("[0-9a-f]+-[0-9a-f]*")
 
 @dataclass(frozen=True, slots=True)
 class HeadTarget:
-    """The parts of a target that a head is built for: its text model's config.json, sizes, and two of its layers."""
+    """The parts of a target that a head is built for: its text model's config.json, sizes, and two of its layers.
+
+    `embed_factor`: what its model multiplies the embeddings by.
+    """
 
     config: Mapping[str, Any]
     vocab_size: int
     context_length: int
     embed: Layer
     output: Layer
+    embed_factor: float = 1.0
 
     @classmethod
     def of(cls, model: LoadedModel) -> HeadTarget:
         backbone, _ = find_backbone(model.model)
         table, inner = find_embedding(backbone), getattr(model.model, "language_model", model.model)
         config = model.config.get("text_config") or model.config
-        # mlx-lm's models multiply Gemma's embeddings outside their table.
         factor = int(config["hidden_size"]) ** 0.5 if model.model_type.startswith("gemma") else 1.0
-        embed: Layer = lambda tokens: table(tokens) * factor  # noqa: E731
-        return cls(config, model.vocab_size, model.context_length, embed, find_output_layer(inner, backbone))
+        embed: Layer = lambda tokens: table(tokens)  # noqa: E731
+        return cls(config, model.vocab_size, model.context_length, embed, find_output_layer(inner, backbone), factor)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -96,8 +99,6 @@ def read_weights(folder: Path, prefix: str = "") -> Weights:
         raise CannotDraft(
             f"{folder} holds no {prefix}* tensors, which conversions leave out; use the original repository"
         )
-    if not weights:
-        raise CannotDraft(f"{folder} has no weights; expected those of a draft head")
     return weights
 
 
@@ -110,8 +111,8 @@ def check_not_quantized(config: Mapping[str, Any], weights: Weights, name: str) 
 def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, Any]) -> LayerSizes:
     """Returns sizes from the layers' config, and switches from the weights present. Call it within `config_errors`."""
     hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
-    if layer.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {layer['hidden_act']!r}, not 'silu'")
+    if (activation := layer.get("hidden_act", "silu")) not in MLPS:
+        raise ValueError(f"hidden_act {activation!r}, not {' or '.join(MLPS)}")
     rope = {**layer, **flat_rope_fields(layer)}
     return LayerSizes(
         hidden_size=hidden,
@@ -126,6 +127,7 @@ def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mappin
         interleaved=layer.get("is_neox_style") is False,
         # Positions count from the first feature, so the target's context is the limit.
         context_length=int(target.get("max_position_embeddings") or layer.get("max_position_embeddings") or 32768),
+        hidden_act=activation,
         qk_norm="layers.0.self_attn.q_norm.weight" in weights,
         attention_bias="layers.0.self_attn.q_proj.bias" in weights,
     )

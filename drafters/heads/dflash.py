@@ -18,7 +18,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.qwen3 import MLP
 
 from outrider.drafters.heads.checkpoint import (
     HeadTarget,
@@ -32,14 +31,7 @@ from outrider.drafters.heads.checkpoint import (
     parse_taps,
 )
 from outrider.drafters.heads.head import BlockHead
-from outrider.drafters.heads.layers import (
-    Attention,
-    BlockLink,
-    DraftVocabulary,
-    LayerSizes,
-    Markov,
-    Selector,
-)
+from outrider.drafters.heads.layers import MLPS, Attention, BlockLink, DraftVocabulary, LayerSizes, Markov, Selector
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.protocol.errors import CannotDraft
@@ -113,7 +105,7 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
         self._window, self._causal = window, causal
         self.self_attn = Attention(config, size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
-        self.mlp = MLP(size, config.intermediate_size)
+        self.mlp = MLPS[config.hidden_act](size, config.intermediate_size)
         if config.conv_taps:
             self.attention_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
             self.mlp_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
@@ -196,7 +188,9 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         count = target.vocab_size if d2t is None else int(config["draft_vocab_size"])
         vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
         weights = {key: value for key, value in weights.items() if not key.startswith("confidence_head.")}
-        head = DFlash(settings, target.embed, target.output, vocabulary)
+        factor = 1.0 if "speculators_model_type" in config else target.embed_factor  # speculators trains on the table
+        embed: Layer = lambda tokens: target.embed(tokens) * factor  # noqa: E731
+        head = DFlash(settings, embed, target.output, vocabulary)
         load_head_weights(head, weights, name, unused=_TARGET_TENSOR_PREFIXES)
         return head
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.qwen3 import MLP
 
 from outrider.drafters.heads.checkpoint import (
     HeadTarget,
@@ -30,7 +29,7 @@ from outrider.drafters.heads.checkpoint import (
     parse_taps,
 )
 from outrider.drafters.heads.head import MaskedHead, PairHead
-from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSizes
+from outrider.drafters.heads.layers import MLPS, Attention, DraftVocabulary, LayerSizes
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.ort.layers import DecoderLayers
@@ -69,7 +68,7 @@ class Eagle3Layer(nn.Module):  # type: ignore[misc]
             self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.self_attn = Attention(config, 2 * size if first else size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
-        self.mlp = MLP(size, config.intermediate_size)
+        self.mlp = MLPS[config.hidden_act](size, config.intermediate_size)
 
     def __call__(self, x: mx.array, embedded: mx.array | None, mask: Any, cache: FlatCache) -> mx.array:
         residual = x

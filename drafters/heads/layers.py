@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import gemma3_text, qwen3
 from mlx_lm.models.rope_utils import initialize_rope
 
 from outrider.engine.flat import FlatCache, attention
@@ -20,6 +21,8 @@ from outrider.engine.hidden_states import scatter_logits
 from outrider.protocol.errors import CannotDraft
 
 LINK_CANDIDATES = 16
+MLPS = {"silu": qwen3.MLP, "gelu_pytorch_tanh": gemma3_text.MLP}
+"""By `hidden_act`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,7 @@ class LayerSizes:
     rotary_share: float = 1.0
     interleaved: bool = False
     context_length: int = 2048
+    hidden_act: str = "silu"
     qk_norm: bool = False
     attention_bias: bool = False
 

@@ -10,7 +10,7 @@ It raises CannotDraft if none can be used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,11 +47,10 @@ class Mtp(PairHead):
         eps: float,
         block: nn.Module,
         target: HeadTarget,
-        own_embedding: bool = False,
-        own_output: bool = False,
+        parts: Container[str] = (),
         together: bool = True,
     ) -> None:
-        """`own_embedding`, `own_output`: whether it has such a layer; else it uses the target's."""
+        """`parts`: the names of its tensors; it uses the target's embedding and output layer if it has none."""
         super().__init__()
         self._embed, self._output = target.embed, target.output
         self.context_length, self.together = target.context_length, together
@@ -60,9 +59,9 @@ class Mtp(PairHead):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layers = [block]
         self.norm = nn.RMSNorm(size, eps=eps)
-        if own_embedding:
+        if _EMBED_KEY in parts:
             self.embed_tokens = nn.Embedding(target.vocab_size, size)
-        if own_output:
+        if _HEAD_KEY in parts:
             self.lm_head = nn.Linear(size, target.vocab_size, bias=False)
 
     def fuse(self, rows: mx.array) -> mx.array:
@@ -142,9 +141,8 @@ def _make_qwen_family(block: nn.Module) -> MtpFamily:
 
     def rename(weights: Weights) -> Weights:
         names = {"pre_fc_norm_embedding.": "norm_embedding.", "pre_fc_norm_hidden.": "norm_hidden."}
-        ours = _rename(weights, names)
-        shifted = {key: value + (value.ndim == 1 and "norm" in key) for key, value in ours.items()}
-        return _stack_experts(shifted)
+        ours = _rename(weights, names).items()
+        return _stack_experts({key: value + (value.ndim == 1 and "norm" in key) for key, value in ours})
 
     return MtpFamily("mtp.", rename, block)
 
@@ -230,8 +228,7 @@ def read_head(folder: Path, target: LoadedModel) -> Mtp:
     except (KeyError, ValueError, IndexError) as error:
         raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
     args: Any = getattr(target.model, "language_model", target.model).args
-    embeds, outputs = _EMBED_KEY in weights, _HEAD_KEY in weights
-    head = Mtp(args.hidden_size, args.rms_norm_eps, family.block, own, embeds, outputs, family.together)
+    head = Mtp(args.hidden_size, args.rms_norm_eps, family.block, own, weights, family.together)
     load_head_weights(head, weights, str(folder), family.exact, unused=())
     return head
 

@@ -76,6 +76,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 "num_hidden_layers": 2,
                 "layer_types": ["sliding_attention", "full_attention"],
                 "sliding_window": 7,
+                "hidden_act": "gelu_pytorch_tanh",
             },
         },
         {"name": "layers.0.", "layers": 2},
@@ -201,6 +202,7 @@ class NumpyHead:
         self.layers, sizes = kind.get("layers", 1), self.config.get("transformer_layer_config", self.config)
         slides = [kind == "sliding_attention" for kind in sizes.get("layer_types", [""] * self.layers)]
         self.windows = [sizes["sliding_window"] if slide else 1000 for slide in slides]
+        self.activate = _gelu if "hidden_act" in sizes else _silu
         self.rotary = int(DIM * sizes.get("rope_parameters", {}).get("partial_rotary_factor", 1))
 
     def fuse(self, rows: Array) -> Array:
@@ -224,13 +226,21 @@ class NumpyHead:
             h = residual + _attention(w, seen, self.windows[number], self.rotary)
             inner = _norm(h, w["post_attention_layernorm.weight"])
             gate = inner @ w["mlp.gate_proj.weight"].T
-            x = h + (gate / (1 + np.exp(-gate)) * (inner @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+            x = h + (self.activate(gate) * (inner @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
         normed = _norm(x, self.w["norm.weight"])
         own = normed @ self.w["lm_head.weight"].T
         logits = np.full((len(own), V), -np.inf, np.float32)
         logits[:, np.arange(own.shape[1]) + self.w.get("d2t", 0)] = own
         nested = self.config.get("eagle_config", {})
         return logits, normed if self.config.get("norm_output") or nested.get("return_hidden_post_norm") else x
+
+
+def _silu(x: Array) -> Array:
+    return x / (1 + np.exp(-x))
+
+
+def _gelu(x: Array) -> Array:
+    return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
 def _norm(x: Array, weight: Array) -> Array:
