@@ -174,6 +174,7 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
             raise CannotDraft(f"{name} has no embedding and is narrower than the target; expected embed_tokens in it")
         head = (PEagle if "mask_hidden" in weights else Eagle3)(settings, target.embed, vocabulary, weights)
         if isinstance(head, PEagle):
+            weights["mask_hidden"] = weights["mask_hidden"].reshape(1, 1, -1)
             head.mask_token, head.depth = _parse_masks(config, target.vocab_size, name)
         load_head_weights(head, weights, name)
         return head
@@ -206,7 +207,9 @@ def _parse_config(
 
 def _parse_masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple[int, int]:
     """Returns P-EAGLE's mask token, and the number of tokens that it drafts at once."""
-    token = config.get("mask_token_id", (config.get("eagle_config") or {}).get("mask_token_id"))
+    places = [config, config.get("eagle_config") or {}]
+    found = [place.get(key) for key in ("mask_token_id", "ptd_token_id", "pard_token") for place in places]
+    token = next((token for token in found if token is not None), None)
     check_mask_token(token, vocab_size, name)
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return int(token), int(methods[0].get("speculative_tokens") or config.get("num_depths") or _DEFAULT_DEPTH)

@@ -116,6 +116,10 @@ PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"name": "layers.0.", "embeds": True, "layers": 2, "input_norm": True, "masks": True},
     ),
 }
+PARALLEL["vLLM, P-EAGLE"] = (
+    {**_SIZES, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": V_D, "ptd_token_id": MASK},
+    {"name": "layers.0.", "embeds": True, "layers": 2, "masks": True, "flat": True},
+)
 LAYOUTS |= PARALLEL
 TAPS = {"SpecForge": (0, 3, 5), "speculators": (1, 3, 6), "DeepSpec": (0, 2, 3, 5, 7)}
 OFFICIAL_TAPS = (1, LAYERS // 2 - 1, LAYERS - 4)
@@ -135,6 +139,7 @@ def weights_of(
     vocab: int = V_D,
     d2t: bool = True,
     masks: bool = False,
+    flat: bool = False,
     taps: int = 3,
 ) -> dict[str, Array]:
     """As a checkpoint has them."""
@@ -172,7 +177,7 @@ def weights_of(
         for key, shape in {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}.items():
             found[f"{at}mlp.{key}_proj.weight"] = matrix(*shape)
     if masks:
-        found["mask_hidden"] = 2 * matrix(1, 3 * H)[None]
+        found["mask_hidden"] = 2 * (matrix(1, 3 * H) if flat else matrix(1, 3 * H)[None])
     if d2t:
         ids = np.sort(draws.permutation(V)[:vocab])
         found["d2t"] = (ids - np.arange(vocab)).astype(np.int64)

@@ -54,12 +54,12 @@ def test_head_equals_an_independent_forward(tmp_path: Path, layout: str) -> None
 def test_masked_pairs_draft_several_tokens_in_one_forward(tmp_path: Path, layout: str) -> None:
     """In one forward with the true pairs, of one text or two, whatever else is drafted beside them."""
     head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING)
-    assert isinstance(head, PEagle) and head.depth == (5 if "spec" in layout else 8)
+    assert isinstance(head, PEagle) and head.depth == (5 if "speculators" in layout else 8)
     pairs = PairKVCache(head)
     places = [pairs.open() for _ in range(2)]
     rows = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in places]
     tokens, features, done = [RNG.integers(0, V, 60) for _ in places], [truth.fuse(r) for r in rows], [0, 0]
-    masked = truth.fuse(truth.w["mask_hidden"][0])
+    masked = truth.fuse(truth.w["mask_hidden"].reshape(1, -1))
     for counts, depths in (((40, 3), (4, 2)), ((1, 5), (1, 5)), ((2, 0), (3, 0)), ((1, 1), (5, 5))):
         feeds, expected = [], []
         for n in (n for n in range(2) if counts[n]):
