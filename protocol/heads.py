@@ -14,7 +14,7 @@ TARGET_HEADS = ("mtp", "early-exit")
 """Heads that may be part of a target's own repository; the others have repositories of their own."""
 WORKER_HEADS = ("dflash", "eagle3", "mtp", "redrafter")
 """Heads that can draft in their own process, before the target's rows arrive."""
-_ARCHITECTURE_WORDS = {"eagle3": ("eagle3", "peagle"), "dflash": ("dflash", "dspark")}
+_ARCHITECTURE_WORDS = {"eagle3": ("eagle3", "peagle"), "dflash": ("dflash", "dspark", "domino")}
 """Parts of an architecture's name that show the kind of head."""
 DRAFT_MODEL = "draft"
 """The draft model's name among drafters, in its own process or in the target's."""

@@ -23,9 +23,9 @@ _SIZES: dict[str, Any] = {
     "model_type": "qwen3",
 }
 _ZLAB = {**_SIZES, "rope_theta": THETA, "num_target_layers": LAYERS, "layer_types": ["full_attention"] * 2}
-_PLAIN = {"mask_token_id": MASK, "target_layer_ids": list(TAPS)}
+PLAIN = {"mask_token_id": MASK, "target_layer_ids": list(TAPS)}
 _MARKOV = {"markov_rank": RANK, "enable_confidence_head": True, "confidence_head_with_markov": True}
-_DSPARK = {**_PLAIN, **_MARKOV, "projector_type": "dspark", "attention_mode": "gqa"}
+_DSPARK = {**PLAIN, **_MARKOV, "projector_type": "dspark", "attention_mode": "gqa"}
 _SPECULATORS = {
     "transformer_layer_config": {**_SIZES, "rope_parameters": {"rope_theta": THETA, "rope_type": "default"}},
     "draft_vocab_size": V_D,
@@ -67,7 +67,7 @@ class Layout:
 
 
 LAYOUTS = {
-    "z-lab": Layout({**_ZLAB, "architectures": ["DFlashDraftModel"], "block_size": BLOCK, "dflash_config": _PLAIN}),
+    "z-lab": Layout({**_ZLAB, "architectures": ["DFlashDraftModel"], "block_size": BLOCK, "dflash_config": PLAIN}),
     "DFlash2": Layout(
         {
             **_ZLAB,
@@ -76,7 +76,7 @@ LAYOUTS = {
             "layer_types": ["sliding_attention"] * 2,
             "sliding_window": 9,
             "dflash_config": {
-                **_PLAIN,
+                **PLAIN,
                 "block_size": BLOCK,
                 "conv_group_size": GROUP,
                 "conv_kernel_size": 2,
@@ -96,7 +96,7 @@ LAYOUTS = {
             "block_size": BLOCK,
             "layer_types": ["sliding_attention", "full_attention"],
             "sliding_window": 4,
-            "dflash_config": _PLAIN,
+            "dflash_config": PLAIN,
         },
         windows=(4, 0),
         causal=(True, False),
@@ -106,7 +106,7 @@ LAYOUTS = {
             **_ZLAB,
             "architectures": ["DFlashDraftModel"],
             "block_size": BLOCK,
-            "dflash_config": {**_PLAIN, "use_swa": True, "swa_window_size": 7},
+            "dflash_config": {**PLAIN, "use_swa": True, "swa_window_size": 7},
         },
         windows=(7, 7),
     ),
@@ -115,7 +115,7 @@ LAYOUTS = {
             **_ZLAB,
             "architectures": ["DFlashDraftModel"],
             "block_size": BLOCK,
-            "dflash_config": {**_PLAIN, "causal": True},
+            "dflash_config": {**PLAIN, "causal": True},
             "is_neox_style": False,
         },
         causal=(True, True),
@@ -124,7 +124,7 @@ LAYOUTS = {
     "DeepSpec": Layout(
         {
             **_ZLAB,
-            **_PLAIN,
+            **PLAIN,
             **_MARKOV,
             "architectures": ["Qwen3DSparkModel"],
             "block_size": BLOCK,

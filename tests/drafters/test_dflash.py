@@ -21,7 +21,7 @@ from outrider.engine.noise import gumbel
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.drafters.dflash_heads import NumpyHead, write
-from tests.drafters.dflash_layouts import LAYOUTS, TAPS, TARGET, H, V
+from tests.drafters.dflash_layouts import LAYOUTS, PLAIN, TAPS, TARGET, H, V
 from tests.drafters.pair_feeds import PairFeed, slots
 
 RNG = np.random.default_rng(3)
@@ -188,6 +188,14 @@ def test_incomplete_or_malformed_head_is_refused(
 ) -> None:
     with pytest.raises(CannotDraft, match=sentence):
         head_of(write(tmp_path, name, **other))
+
+
+def test_domino_heads_are_refused_by_their_tensors(tmp_path: Path) -> None:
+    """They are DFlash heads with a recurrent network over the block's tokens."""
+    config = {"architectures": ["DominoDraftModel"], "dflash_config": {**PLAIN, "projector_type": "domino"}}
+    tensors = {"prefix_gru.weight_hh_l0": np.ones((3, 1)), "embed_proj.0.weight": np.ones((1, 1))}
+    with pytest.raises(CannotDraft, match=r"has embed_proj.0.weight, prefix_gru.weight_hh_l0, which is not supported"):
+        head_of(write(tmp_path, "z-lab", config=config, **tensors))
 
 
 def test_head_without_layer_ids_reads_evenly_spaced_layers(tmp_path: Path) -> None:
