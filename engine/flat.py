@@ -73,10 +73,8 @@ class Segment:
         return np.arange(self.start, self.end, dtype=np.int32)
 
     def seen(self, end: int, window: int | None, causal: bool = False) -> Bools:
-        """Returns which of the row's first `end` columns each token sees, within `window` if any: [count, end].
-
-        `causal`: none at a later position than its own.
-        """
+        """Returns which of the row's first `end` columns each token sees, [count, end]: within `window` if any, and if
+        `causal` none at a later position than its own."""
         seen = np.tri(self.count, end, self.start, dtype=np.bool_)
         if self.bidirectional and not causal:
             seen[:, : self.end] = True

@@ -137,12 +137,16 @@ def select_family(target: LoadedModel) -> MtpFamily:
 
 
 def _make_qwen_family(block: nn.Module) -> MtpFamily:
-    """Returns Qwen's family: norms are stored as differences from 1, experts one by one or all in one tensor."""
+    """Returns Qwen's family: norms are stored as differences from 1, experts one by one or all in one tensor.
+
+    Conversions to MLX may have the norms themselves; those of the layer tell, since the others may be small.
+    """
 
     def rename(weights: Weights) -> Weights:
         names = {"pre_fc_norm_embedding.": "norm_embedding.", "pre_fc_norm_hidden.": "norm_hidden."}
-        ours = _rename(weights, names).items()
-        return _stack_experts({key: value + (value.ndim == 1 and "norm" in key) for key, value in ours})
+        ours = _rename(weights, names)
+        shift = int(ours[f"{_LAYER_PREFIX}input_layernorm.weight"].mean().item() < 0.5)
+        return _stack_experts({k: v + shift * (v.ndim == 1 and "norm" in k) for k, v in ours.items()})
 
     return MtpFamily("mtp.", rename, block)
 

@@ -52,6 +52,19 @@ def test_head_equals_an_independent_forward(target: Callable[[str], LoadedModel]
     assert head.bytes_per_pair == 4 * size
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_norms_that_a_conversion_stored_whole_are_read_as_they_are(
+    target: Callable[[str], LoadedModel], tmp_path: Path, family: str
+) -> None:
+    """Qwen's are differences from 1; conversions to MLX that keep the head add it."""
+    model, own = target(family), weights_of(family)
+    whole = {key: value + 1 for key, value in own.items() if value.ndim == 1}
+    heads = [read_head(written(tmp_path, family, **other), model) for other in ({}, whole)]
+    norms = [[head.norm.weight, head.norm_hidden.weight, head.layers[0].self_attn.q_norm.weight] for head in heads]
+    for one, other in zip(*norms, strict=True):
+        np.testing.assert_allclose(np.array(one), np.array(other), rtol=1e-6)
+
+
 @pytest.fixture
 def nextn(tiny_model: Callable[..., Path]) -> Callable[[str], LoadedModel]:
     return lambda family: load(tiny_model("llama", **nextn_heads.MODELS[family]))
