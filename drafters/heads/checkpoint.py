@@ -177,13 +177,14 @@ def check_hidden_size(own: int, target: Mapping[str, Any], name: str) -> None:
         )
 
 
-def check_mask_token(token: int | None, vocab_size: int, name: str) -> None:
-    """Raises CannotDraft if the target lacks the mask token."""
+def check_mask_token(token: int | None, vocab_size: int, name: str) -> int:
+    """Returns the mask token, or raises CannotDraft if the target lacks it."""
     if token is None or not 0 <= token < vocab_size:
         raise CannotDraft(
             f"{name} has mask token {token}, but this target has {vocab_size} tokens; expected a head for this target,"
             " with its mask_token_id in config.json"
         )
+    return token
 
 
 def load_head_weights(

@@ -209,10 +209,9 @@ def _parse_masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple
     """Returns P-EAGLE's mask token, and the number of tokens that it drafts at once."""
     places = [config, config.get("eagle_config") or {}]
     found = [place.get(key) for key in ("mask_token_id", "ptd_token_id", "pard_token") for place in places]
-    token = next((token for token in found if token is not None), None)
-    check_mask_token(token, vocab_size, name)
+    token = check_mask_token(next((token for token in found if token is not None), None), vocab_size, name)
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return int(token), int(methods[0].get("speculative_tokens") or config.get("num_depths") or _DEFAULT_DEPTH)
+    return token, int(methods[0].get("speculative_tokens") or config.get("num_depths") or _DEFAULT_DEPTH)
 
 
 def _parse_tapped_layers(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:

@@ -145,7 +145,7 @@ def _make_qwen_family(block: nn.Module) -> MtpFamily:
     def rename(weights: Weights) -> Weights:
         names = {"pre_fc_norm_embedding.": "norm_embedding.", "pre_fc_norm_hidden.": "norm_hidden."}
         ours = _rename(weights, names)
-        shift = int(ours[f"{_LAYER_PREFIX}input_layernorm.weight"].mean().item() < 0.5)
+        shift = int(bool(ours[f"{_LAYER_PREFIX}input_layernorm.weight"].mean() < 0.5))
         return _stack_experts({k: v + shift * (v.ndim == 1 and "norm" in k) for k, v in ours.items()})
 
     return MtpFamily("mtp.", rename, block)
