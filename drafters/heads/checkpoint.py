@@ -28,6 +28,8 @@ from outrider.protocol.heads import head_kind
 Weights = dict[str, mx.array]
 Layer = Callable[[mx.array], mx.array]
 _FINGERPRINT_PATTERN = re.compile("[0-9a-f]+-[0-9a-f]*")
+# Copies of the target's tensors, and what the reference implementations do not use either.
+_UNUSED = r"((verifier_)?lm_head|verifier_norm|embed_tokens|emb_norm)\.weight|t2d|(.+\.)?rotary_emb\.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def read_weights(folder: Path, prefix: str = "") -> Weights:
 
 def check_not_quantized(config: Mapping[str, Any], weights: Weights, name: str) -> None:
     """Raises CannotDraft if the head is quantised."""
-    if "quantization" in config or any(key.endswith(".scales") for key in weights):
+    if "quantization" in config or any(key.endswith((".scales", "weight_scale")) for key in weights):
         raise CannotDraft(f"{name} is quantised; use the head as it was published")
 
 
@@ -187,21 +189,13 @@ def check_mask_token(token: int | None, vocab_size: int, name: str) -> int:
     return token
 
 
-def load_head_weights(
-    head: nn.Module, weights: Weights, name: str, exact: Container[str] = (), unused: tuple[str, ...] = ("",)
-) -> None:
+def load_head_weights(head: nn.Module, weights: Weights, name: str, exact: Container[str] = ()) -> None:
     """Loads the weights, all in the format of the largest one, except that `exact` ones become float32. Afterwards the
-    head can be fed tokens at any positions.
-
-    Args:
-        unused: prefixes of tensors that may be left over.
-
-    Raises:
-        CannotDraft: some are missing, not supported, have another shape, or are not finite.
+    head can be fed tokens at any positions. Raises CannotDraft if some are missing, not supported, have another shape,
+    or are not finite.
     """
     wanted = dict(tree_flatten(head.parameters()))
-    unknown = [key for key in sorted(set(weights) - set(wanted)) if not key.startswith(unused) or key.endswith(".bias")]
-    if unknown:
+    if unknown := [key for key in sorted(set(weights) - set(wanted)) if not re.fullmatch(_UNUSED, key)]:
         raise CannotDraft(f"{name} has {', '.join(unknown[:3])}, which is not supported")
     missing = sorted(set(wanted) - set(weights))
     if missing:

@@ -37,7 +37,6 @@ from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.protocol.errors import CannotDraft
 
 _SUPPORTED_MODEL_TYPES = ("qwen3", "llama", "dflash", "dspark", "")
-_TARGET_TENSOR_PREFIXES = ("embed_tokens.", "lm_head.", "verifier_norm.", "verifier_lm_head.", "rotary_emb.", "t2d")
 _DEFAULT_BLOCK_SIZE = 16
 _PREFIX_LOSS_TYPES = ("variable_prefix", "vp_drafter")  # NeMo's and SpecForge's names of D2SD's training method
 
@@ -191,7 +190,7 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         factor = 1.0 if "speculators_model_type" in config else target.embed_factor  # speculators trains on the table
         embed: Layer = lambda tokens: target.embed(tokens) * factor  # noqa: E731
         head = DFlash(settings, embed, target.output, vocabulary)
-        load_head_weights(head, weights, name, unused=_TARGET_TENSOR_PREFIXES)
+        load_head_weights(head, weights, name)
         return head
 
 

@@ -166,7 +166,7 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     """
     with config_errors("eagle3", config, weights, name):
         weights = {_rename_tensor(key): value for key, value in weights.items()}
-        d2t, _ = weights.pop("d2t", None), weights.pop("t2d", None)
+        d2t = weights.pop("d2t", None)
         settings, count = _parse_config(config, weights, target.config, name)
         vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
         check_hidden_size(settings.target_hidden_size, target.config, name)

@@ -233,7 +233,7 @@ def read_head(folder: Path, target: LoadedModel) -> Mtp:
         raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
     args: Any = getattr(target.model, "language_model", target.model).args
     head = Mtp(args.hidden_size, args.rms_norm_eps, family.block, own, weights, family.together)
-    load_head_weights(head, weights, str(folder), family.exact, unused=())
+    load_head_weights(head, weights, str(folder), family.exact)
     return head
 
 

@@ -101,6 +101,5 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         check_hidden_size(settings.hidden_size, target.config, name)
         vocabulary = DraftVocabulary.read(None, settings.vocab_size, target.vocab_size, name)
         head = Redrafter(settings, target.embed, vocabulary, target.context_length)
-        # emb_norm.weight in some checkpoints is not used by their forward either
         load_head_weights(head, weights, name)
         return head

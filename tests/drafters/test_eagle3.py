@@ -125,13 +125,20 @@ def test_a_head_of_another_target_is_refused(
         ({"d2t": np.zeros(3, np.int64)}, r"maps \(3,\) tokens"),
         ({"fc.scales": np.ones(3)}, "is quantised"),
         ({"fc.weight": np.ones((H, 3 * H), np.uint8), "fc.weight_scale": np.ones(H)}, "is quantised"),
+        ({"fc.weight_scale": np.ones(H)}, "is quantised"),
         ({"midlayer.mlp.up_proj.bias": np.ones(40)}, "layers.0.mlp.up_proj.bias, which is not supported"),
+        ({"midlayer.self_attn.sinks": np.ones(4)}, "layers.0.self_attn.sinks, which is not supported"),
         ({"norm.weight": np.full(H, np.inf, np.float32)}, "NaN or infinite"),
     ],
 )
 def test_incomplete_or_malformed_head_is_refused(tmp_path: Path, other: dict[str, Any], sentence: str) -> None:
     with pytest.raises(CannotDraft, match=sentence):
         head_of(write(tmp_path, "SafeAI", **other))
+
+
+def test_tensors_that_no_forward_needs_are_left_over(tmp_path: Path) -> None:
+    names = ("verifier_norm.weight", "verifier_lm_head.weight", "midlayer.self_attn.rotary_emb.inv_freq")
+    head_of(write(tmp_path, "SafeAI", **{name: np.ones(3, np.float32) for name in names}))
 
 
 def test_files_that_a_mac_adds_on_other_file_systems_are_not_read(tmp_path: Path) -> None:
