@@ -19,7 +19,6 @@ import mlx.nn as nn
 
 from outrider.drafters.heads.checkpoint import (
     HeadTarget,
-    Layer,
     Weights,
     check_hidden_size,
     check_mask_token,
@@ -43,7 +42,8 @@ _DEFAULT_DEPTH = 8  # of the published training recipes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(LayerSizes):
-    """Sizes and switches. `taps`: the tapped layers. `windows`: each layer's (None: all).
+    """Sizes and switches. `taps`: the tapped layers; none: it reads the final norm's rows. `windows`: each layer's
+    (None: all).
 
     `norm_before_residual`: the residual of the first layer is the normed feature. `norm_output`: the vector that
     replaces a feature is normed.
@@ -84,29 +84,34 @@ class Eagle3Layer(nn.Module):  # type: ignore[misc]
 
 
 class Eagle3(PairHead):
-    """`embed`: the target's embedding, for a head without one. `parts`: the names of its tensors, of which some are
-    optional: its own embedding, and norms of each tapped row before fusing (`fc_norm`) or of all as one (`input_norm`).
+    """`parts`: the names of its tensors, of which some are optional: its own embedding and output layer (else it uses
+    the target's), and norms of each tapped row before fusing (`fc_norm`) or of all as one (`input_norm`).
     """
 
-    def __init__(self, config: Eagle3Config, embed: Layer, vocabulary: DraftVocabulary, parts: Collection[str]) -> None:
+    def __init__(
+        self, config: Eagle3Config, target: HeadTarget, vocabulary: DraftVocabulary, parts: Collection[str]
+    ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.config, self._embed, self.vocabulary = config, embed, vocabulary
-        self.points, self.context_length = HiddenStatePoints(config.taps), config.context_length
-        fused = len(config.taps) * config.target_hidden_size
+        self.config, self._embed, self._output, self.vocabulary = config, target.embed, target.output, vocabulary
+        self.points, self.context_length = HiddenStatePoints(config.taps, False, not config.taps), config.context_length
+        fused = self.points.count * config.target_hidden_size
         if "fc_norm.0.weight" in parts:
             self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.taps]
         if "input_norm.weight" in parts:
             self.input_norm = nn.RMSNorm(fused, eps=eps)
-        self.fc = nn.Linear(fused, size, bias=False)
+        self.fc = nn.Linear(fused, size, bias=False) if config.taps else nn.Identity()
         if "embed_tokens.weight" in parts:
             self.embed_tokens = nn.Embedding(vocabulary.size, size)
         self.layers = [Eagle3Layer(config, number == 0) for number in range(len(config.windows))]
         self.norm = nn.RMSNorm(size, eps=eps)
-        self.lm_head = nn.Linear(size, vocabulary.draft_size, bias=False)
+        if "lm_head.weight" in parts or vocabulary.ids is not None:
+            self.lm_head = nn.Linear(size, vocabulary.draft_size, bias=False)
+        if "mask_hidden" in parts:
+            self.mask_hidden = mx.zeros((1, 1, fused))
 
     def fuse(self, rows: mx.array) -> mx.array:
-        rows = rows.astype(self.fc.weight.dtype)
+        rows = rows.astype(self.norm.weight.dtype)
         if "fc_norm" in self:
             parts = mx.split(rows, len(self.fc_norm), axis=-1)
             rows = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
@@ -115,24 +120,25 @@ class Eagle3(PairHead):
 
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
         embed = self.embed_tokens if "embed_tokens" in self else self._embed
-        embedded, x = embed(tokens).astype(self.fc.weight.dtype), features
+        embedded, x = embed(tokens).astype(self.norm.weight.dtype), features
         for layer, cache, window in zip(self.layers, caches, self.config.windows, strict=True):
             mask = cache.make_mask(tokens.shape[1], window_size=window)
             x = layer(x, embedded if layer is self.layers[0] else None, mask, cache)
         return x
 
     def logits(self, hidden: mx.array) -> mx.array:
-        return self.vocabulary.spread(self.lm_head(self.norm(hidden)).astype(mx.float32))
+        output = self.lm_head if "lm_head" in self else self._output
+        return self.vocabulary.spread(output(self.norm(hidden)).astype(mx.float32))
 
     def next_features(self, hidden: mx.array) -> mx.array:
         normed: mx.array = self.norm(hidden)
         return normed if self.config.norm_output else hidden
 
     def decoder(self, target: DecoderLayers) -> DecoderLayers:
-        table, vocabulary = self.get("embed_tokens", target.embedding), self.vocabulary
+        table, output = self.get("embed_tokens", target.embedding), self.get("lm_head", target.output)
         return replace(
-            target, layers=self.layers, embedding=table, norm=self.norm, output=self.lm_head, begin=self._build_input,
-            gives_normed=self.config.norm_output, vocab_size=vocabulary.size, tokens=vocabulary.ids,
+            target, layers=self.layers, embedding=table, norm=self.norm, output=output, begin=self._build_input,
+            gives_normed=self.config.norm_output, vocab_size=self.vocabulary.size, tokens=self.vocabulary.ids,
             windows=self.config.windows,
         )  # fmt: skip
 
@@ -148,10 +154,6 @@ class PEagle(Eagle3, MaskedHead):
 
     `depth`: the number of tokens that it was trained to draft at once.
     """
-
-    def __init__(self, config: Eagle3Config, embed: Layer, vocabulary: DraftVocabulary, parts: Collection[str]) -> None:
-        super().__init__(config, embed, vocabulary, parts)
-        self.mask_hidden = mx.zeros((1, 1, len(config.taps) * config.target_hidden_size))
 
     @property
     def mask_feature(self) -> mx.array:
@@ -170,9 +172,10 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         settings, count = _parse_config(config, weights, target.config, name)
         vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
         check_hidden_size(settings.target_hidden_size, target.config, name)
-        if "embed_tokens.weight" not in weights and settings.hidden_size != settings.target_hidden_size:
-            raise CannotDraft(f"{name} has no embedding and is narrower than the target; expected embed_tokens in it")
-        head = (PEagle if "mask_hidden" in weights else Eagle3)(settings, target.embed, vocabulary, weights)
+        own = {"embed_tokens.weight", "lm_head.weight"} <= set(weights)
+        if not own and settings.hidden_size != settings.target_hidden_size:
+            raise CannotDraft(f"{name} is narrower than the target; expected embed_tokens and lm_head in it")
+        head = (PEagle if "mask_hidden" in weights else Eagle3)(settings, target, vocabulary, weights)
         if isinstance(head, PEagle):
             weights["mask_hidden"] = weights["mask_hidden"].reshape(1, 1, -1)
             head.mask_token, head.depth = _parse_masks(config, target.vocab_size, name)
@@ -218,9 +221,11 @@ def _parse_tapped_layers(config: Mapping[str, Any], layers: int, name: str) -> t
     """Returns the tapped layers, as outputs counted from 0.
 
     SpecForge's `eagle_config` and DeepSpec's `target_layer_ids` count in the same way. speculators' list counts inputs:
-    its j is the output of j - 1. The default is the three official layers.
+    its j is the output of j - 1. NVIDIA's config has it twice, and means inputs. The default is the three official
+    layers.
     """
-    key = "eagle_aux_hidden_state_layer_ids"
-    nested = (config.get("eagle_config") or {}).get(key)
-    lists = [(nested, 0), (config.get(key), 1), (config.get("target_layer_ids"), 0)]
+    nested, key = config.get("eagle_config") or {}, "eagle_aux_hidden_state_layer_ids"
+    if nested.get("use_aux_hidden_state") is False:
+        return ()
+    lists = [(config.get(key), 1), (nested.get(key), 0), (config.get("target_layer_ids"), 0)]
     return parse_taps(lists, (1, layers // 2 - 1, layers - 4), layers, name)

@@ -68,12 +68,14 @@ def load(
     Raises:
         CannotDraft: there is none, or it can't draft for this target.
     """
-    if kind in ("dflash", *TARGET_HEADS) and not unsharded:
+    refused = not unsharded and kind in ("dflash", *TARGET_HEADS)
+    head = None if refused or kind == "early-exit" else read_head(kind, path, model, progress)
+    if not unsharded and (head is None or "lm_head" not in head):
         raise CannotDraft(f"{kind} needs the target's whole output layer; use it without shards, or use eagle3")
-    if kind == "early-exit":
+    if head is None:
         with _errors_as_cannot_draft(f"loading the head {path}"):
             return early_exit.load(find_model_folder(path), model)
-    head, warning, agrees, cpu = read_head(kind, path, model, progress), "", None, None
+    warning, agrees, cpu = "", None, None
     if unsharded:
         cpu = make_ort_forward(head, model)
         progress("testing the head with the target")

@@ -58,6 +58,19 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"input_norm": True},
     ),
+    "NVIDIA, late layers": (
+        {
+            **OFFICIAL,
+            "draft_vocab_size": V,
+            "eagle_aux_hidden_state_layer_ids": [4, 6, 8],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 6, 8], "use_aux_hidden_state": True},
+        },
+        {"vocab": V, "d2t": False, "output": False},
+    ),
+    "NVIDIA, last row": (
+        {**OFFICIAL, "draft_vocab_size": V, "eagle_config": {"use_aux_hidden_state": False}},
+        {"vocab": V, "d2t": False, "output": False, "taps": 0},
+    ),
     "DeepSpec": (
         {
             **_SIZES,
@@ -121,7 +134,13 @@ PARALLEL["vLLM, P-EAGLE"] = (
     {"name": "layers.0.", "embeds": True, "layers": 2, "masks": True, "flat": True},
 )
 LAYOUTS |= PARALLEL
-TAPS = {"SpecForge": (0, 3, 5), "speculators": (1, 3, 6), "DeepSpec": (0, 2, 3, 5, 7)}
+TAPS: dict[str, tuple[int, ...]] = {
+    "SpecForge": (0, 3, 5),
+    "speculators": (1, 3, 6),
+    "DeepSpec": (0, 2, 3, 5, 7),
+    "NVIDIA, late layers": (3, 5, 7),
+    "NVIDIA, last row": (),
+}
 OFFICIAL_TAPS = (1, LAYERS // 2 - 1, LAYERS - 4)
 
 
@@ -141,6 +160,7 @@ def weights_of(
     masks: bool = False,
     flat: bool = False,
     taps: int = 3,
+    output: bool = True,
 ) -> dict[str, Array]:
     """As a checkpoint has them."""
     draws = np.random.default_rng(seed)
@@ -156,6 +176,10 @@ def weights_of(
         "norm.weight": gains(H),
         "lm_head.weight": matrix(vocab, H),
     }
+    if not taps:
+        del found["fc.weight"]
+    if not output:
+        del found["lm_head.weight"]
     if embeds:
         found["embed_tokens.weight"] = matrix(V, H)
     if fc_norm:
@@ -199,11 +223,12 @@ def write(folder: Path, layout: str, seed: int = 0, **other: Any) -> Path:
 class NumpyHead:
     """The forward of a published head, by the papers' formulas, over all pairs at once and without a cache."""
 
-    def __init__(self, layout: str, embedding: Array, seed: int = 0) -> None:
+    def __init__(self, layout: str, embedding: Array, output: Array, seed: int = 0) -> None:
         self.config, kind = LAYOUTS[layout]
         weights = weights_of(seed, **kind)
         self.w = {key.removeprefix("model.").replace("midlayer.", "layers.0."): v for key, v in weights.items()}
         self.embedding = self.w.get("embed_tokens.weight", embedding)
+        self.output = self.w.get("lm_head.weight", output)
         self.layers, sizes = kind.get("layers", 1), self.config.get("transformer_layer_config", self.config)
         slides = [kind == "sliding_attention" for kind in sizes.get("layer_types", [""] * self.layers)]
         self.windows = [sizes["sliding_window"] if slide else 1000 for slide in slides]
@@ -216,7 +241,7 @@ class NumpyHead:
             rows = np.concatenate([_norm(p, self.w[f"fc_norm.{i}.weight"]) for i, p in enumerate(parts)], axis=-1)
         if "input_norm.weight" in self.w:
             rows = _norm(rows, self.w["input_norm.weight"])
-        return rows @ self.w["fc.weight"].T
+        return rows @ self.w["fc.weight"].T if "fc.weight" in self.w else rows
 
     def __call__(self, tokens: Array, features: Array) -> tuple[Array, Array]:
         """Logits over the target's vocabulary, and what stands in for the next features: [T, V], [T, H]."""
@@ -233,7 +258,7 @@ class NumpyHead:
             gate = inner @ w["mlp.gate_proj.weight"].T
             x = h + (self.activate(gate) * (inner @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
         normed = _norm(x, self.w["norm.weight"])
-        own = normed @ self.w["lm_head.weight"].T
+        own = normed @ self.output.T
         logits = np.full((len(own), V), -np.inf, np.float32)
         logits[:, np.arange(own.shape[1]) + self.w.get("d2t", 0)] = own
         nested = self.config.get("eagle_config", {})

@@ -18,22 +18,26 @@ from tests.drafters.eagle3_heads import LAYOUTS, MASK, OFFICIAL_TAPS, PARALLEL, 
 from tests.drafters.pair_feeds import PairFeed, slots
 
 RNG = np.random.default_rng(3)
-EMBEDDING = RNG.standard_normal((V, H)).astype(np.float32)
+EMBEDDING, OUTPUT = RNG.standard_normal((2, V, H)).astype(np.float32)
 
 
 def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V) -> Eagle3:
-    own = HeadTarget(target, vocab_size, 32768, lambda tokens: mx.array(EMBEDDING)[tokens], lambda rows: rows)
+    own = HeadTarget(
+        target, vocab_size, 32768, lambda tokens: mx.array(EMBEDDING)[tokens], lambda rows: rows @ mx.array(OUTPUT).T
+    )
     return build(read_config(folder), read_weights(folder), own, str(folder))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_head_equals_an_independent_forward(tmp_path: Path, layout: str) -> None:
     """Pairs of two texts in pieces of any length, and behind them those that the head makes itself."""
-    head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING)
-    assert head.points.layers == TAPS.get(layout, OFFICIAL_TAPS)
+    head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING, OUTPUT)
+    assert head.points.layers == TAPS.get(layout, OFFICIAL_TAPS) and head.points.after_norm == (
+        layout == "NVIDIA, last row"
+    )
     pairs = PairKVCache(head)
     places = [pairs.open() for _ in range(2)]
-    rows = [RNG.standard_normal((60, len(head.points.layers) * H)).astype(np.float32) * 3 for _ in places]
+    rows = [RNG.standard_normal((60, head.points.count * H)).astype(np.float32) * 3 for _ in places]
     tokens = [RNG.integers(0, V, 60) for _ in places]
     features = [truth.fuse(r) for r in rows]
     done = [0, 0]
@@ -53,7 +57,7 @@ def test_head_equals_an_independent_forward(tmp_path: Path, layout: str) -> None
 @pytest.mark.parametrize("layout", PARALLEL)
 def test_masked_pairs_draft_several_tokens_in_one_forward(tmp_path: Path, layout: str) -> None:
     """In one forward with the true pairs, of one text or two, whatever else is drafted beside them."""
-    head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING)
+    head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING, OUTPUT)
     assert isinstance(head, PEagle) and head.depth == (5 if "speculators" in layout else 8)
     pairs = PairKVCache(head)
     places = [pairs.open() for _ in range(2)]

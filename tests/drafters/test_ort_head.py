@@ -25,6 +25,7 @@ from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 from tests.drafters.pair_feeds import PairFeed, outputs
 from tests.target_worker.heads import (
     H,
+    last_row_head,
     latent_head,
     markov_llama,
     mtp_head,
@@ -63,7 +64,9 @@ def chains(head: Head, target: LoadedModel, cpu: OrtForward | None, temp: float)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("make", [mtp_head, random_head, normed_head, windowed_head, token_head, parallel_token_head])
+@pytest.mark.parametrize(
+    "make", [mtp_head, random_head, normed_head, windowed_head, last_row_head, token_head, parallel_token_head]
+)
 def test_drafts_by_onnx_runtime_equal_those_by_mlx(
     target: LoadedModel, fed: list[int], make: Callable[[LoadedModel], Head], temp: float
 ) -> None:

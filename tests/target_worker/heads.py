@@ -138,6 +138,14 @@ def normed_head(target: LoadedModel) -> Eagle3:
     return random_head(target, norm_output=True)
 
 
+def last_row_head(target: LoadedModel) -> Eagle3:
+    """A random one of the target's last row, with the target's output layer."""
+    weights = {key: mx.array(np.array(value)) for key, value in tree_flatten(random_head(target).parameters())}
+    own = {key: value for key, value in weights.items() if key not in ("fc.weight", "lm_head.weight")}
+    config = {**_CONFIG, "draft_vocab_size": VOCAB_SIZE, "eagle_config": {"use_aux_hidden_state": False}}
+    return build(config, own, HeadTarget.of(target))
+
+
 def windowed_head(target: LoadedModel) -> Eagle3:
     """A random one that sees nine pairs."""
     return random_head(target, layer_types=["sliding_attention"], sliding_window=9)

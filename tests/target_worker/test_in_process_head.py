@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from tests.target_worker.block_heads import (
 from tests.target_worker.heads import (
     drafter,
     feature_head,
+    last_row_head,
     latent_head,
     markov_llama,
     mtp_head,
@@ -361,6 +363,15 @@ def test_head_with_the_fingerprint_of_another_target_is_noted(
         assert ("by its fingerprint, the head was trained for another target" in own.note) == other
     with pytest.raises(CannotDraft, match="dflash needs the target's whole output layer"):
         load_head("dflash", str(tmp_path), target, lambda stage: None, unsharded=False)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_eagle3_head_without_its_own_output_layer_needs_the_whole_target(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    monkeypatch.setattr("outrider.drafters.heads.load.read_head", lambda *_: last_row_head(target))
+    with nullcontext() if whole else pytest.raises(CannotDraft, match="eagle3 needs the target's whole output layer"):
+        assert load_head("eagle3", str(target.folder), target, lambda stage: None, unsharded=whole)
 
 
 def test_residual_chain_of_a_head_has_a_fitting_q(target: LoadedModel) -> None:
