@@ -100,7 +100,7 @@ class DraftVocabulary:
     def read(cls, d2t: mx.array | None, count: int, size: int, name: str) -> DraftVocabulary:
         """Returns the vocabulary by `d2t` [count], the offset of each id. Raises CannotDraft if it is for another
         target."""
-        if d2t is None:
+        if d2t is None or (count == size and not d2t.any().item()):
             if count > size:
                 raise CannotDraft(f"{name} has {count} tokens and this target {size}; expected a head for this target")
             return cls(size) if count == size else cls._of(size, mx.arange(count))

@@ -110,6 +110,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"name": "layers.0."},
     ),
     "whole vocabulary": ({**OFFICIAL, "draft_vocab_size": V}, {"vocab": V, "d2t": False}),
+    "whole vocabulary, mapped": ({**OFFICIAL, "draft_vocab_size": V}, {"vocab": V}),
 }
 MASK = 257
 PARALLEL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -140,6 +140,10 @@ def test_incomplete_or_malformed_head_is_refused(tmp_path: Path, other: dict[str
         head_of(write(tmp_path, "SafeAI", **other))
 
 
+def test_a_map_of_the_whole_vocabulary_to_itself_is_not_applied(tmp_path: Path) -> None:
+    assert head_of(write(tmp_path, "whole vocabulary, mapped")).vocabulary.ids is None
+
+
 def test_tensors_that_no_forward_needs_are_left_over(tmp_path: Path) -> None:
     names = ("verifier_norm.weight", "verifier_lm_head.weight", "midlayer.self_attn.rotary_emb.inv_freq")
     head_of(write(tmp_path, "SafeAI", **{name: np.ones(3, np.float32) for name in names}))
