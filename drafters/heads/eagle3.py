@@ -168,6 +168,8 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
     """
     with config_errors("eagle3", config, weights, name):
         weights = {_rename_tensor(key): value for key, value in weights.items()}
+        for key in [key for key in weights if ".hidden_norm." in key and not key.startswith("layers.0.")]:
+            weights.setdefault(key.replace(".hidden_", ".input_layer"), weights.pop(key))  # NVIDIA's, SGLang's name
         d2t = weights.pop("d2t", None)
         settings, count = _parse_config(config, weights, target.config, name)
         vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
@@ -220,9 +222,8 @@ def _parse_masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple
 def _parse_tapped_layers(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
     """Returns the tapped layers, as outputs counted from 0.
 
-    SpecForge's `eagle_config` and DeepSpec's `target_layer_ids` count in the same way. speculators' list counts inputs:
-    its j is the output of j - 1. NVIDIA's config has it twice, and means inputs. The default is the three official
-    layers.
+    SpecForge's `eagle_config` and DeepSpec's `target_layer_ids` count in the same way. speculators' list counts inputs
+    (its j is the output of j - 1), and NVIDIA's if it is there twice. The default is the three official layers.
     """
     nested, key = config.get("eagle_config") or {}, "eagle_aux_hidden_state_layer_ids"
     if nested.get("use_aux_hidden_state") is False:

@@ -71,6 +71,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**OFFICIAL, "draft_vocab_size": V, "eagle_config": {"use_aux_hidden_state": False}},
         {"vocab": V, "d2t": False, "output": False, "taps": 0},
     ),
+    "NVIDIA, deeper": (OFFICIAL, {"name": "layers.0.", "layers": 3, "hidden_norms": True}),
     "DeepSpec": (
         {
             **_SIZES,
@@ -162,6 +163,7 @@ def weights_of(
     flat: bool = False,
     taps: int = 3,
     output: bool = True,
+    hidden_norms: bool = False,
 ) -> dict[str, Array]:
     """As a checkpoint has them."""
     draws = np.random.default_rng(seed)
@@ -190,7 +192,8 @@ def weights_of(
     for number in range(layers):
         at = name if number == 0 else f"layers.{number}."
         width = 2 * H if number == 0 else H
-        for norm in ("input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if number == 0 else [])):
+        first = "hidden_norm" if number and hidden_norms else "input_layernorm"
+        for norm in (first, "post_attention_layernorm", *(["hidden_norm"] if number == 0 else [])):
             found[f"{at}{norm}.weight"] = gains(H)
         shapes = {"q": (HEADS * DIM, width), "k": (KV_HEADS * DIM, width), "v": (KV_HEADS * DIM, width), "o": (H, H)}
         for key, shape in shapes.items():
@@ -250,7 +253,7 @@ class NumpyHead:
         for number in range(self.layers):
             w = {k.removeprefix(f"layers.{number}."): v for k, v in self.w.items() if k.startswith(f"layers.{number}.")}
             residual = x
-            seen = _norm(x, w["hidden_norm.weight"] if number == 0 else w["input_layernorm.weight"])
+            seen = _norm(x, w["hidden_norm.weight" if "hidden_norm.weight" in w else "input_layernorm.weight"])
             if number == 0:
                 residual = seen if self.config.get("norm_before_residual") else x
                 seen = np.concatenate([_norm(self.embedding[tokens], w["input_layernorm.weight"]), seen], axis=-1)
