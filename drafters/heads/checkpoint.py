@@ -97,9 +97,9 @@ def read_weights(folder: Path, prefix: str = "") -> Weights:
             weights |= {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CannotDraft(f"{folder} can't be read ({first_line(error)}); download the head again") from error
-    if not weights and prefix:
+    if not weights:
         raise CannotDraft(
-            f"{folder} holds no {prefix}* tensors, which conversions leave out; use the original repository"
+            f"{folder} has no tensors {prefix}* in .safetensors files; use the original repository (docs/heads.md)"
         )
     return weights
 

@@ -160,7 +160,7 @@ def test_invalid_head_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotDraft, match="can't be read"):
         head_of(tmp_path)
     (write(tmp_path, "SafeAI") / "model.safetensors").unlink()
-    with pytest.raises(CannotDraft, match=r"lacks fc.weight, .*; download the head again"):
+    with pytest.raises(CannotDraft, match=r"has no tensors \* in .safetensors files; use the original repository"):
         head_of(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (tmp_path / "model.safetensors").write_bytes(b"nothing")

@@ -124,7 +124,7 @@ def test_nextn_layer_with_missing_tensors_is_refused(
 
 def test_unusable_head_is_refused_with_a_reason(target: Callable[[str], LoadedModel], tmp_path: Path) -> None:
     model = target("qwen3_5")
-    with pytest.raises(CannotDraft, match=r"holds no mtp\.\* tensors"):
+    with pytest.raises(CannotDraft, match=r"has no tensors mtp\.\* in .safetensors files"):
         read_head(tmp_path, model)
     for other, sentence in (
         ({"mtp.fc.weight": None}, "lacks fc.weight"),
