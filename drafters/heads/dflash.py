@@ -73,9 +73,8 @@ class DFlashConfig(LayerSizes):
     """Sizes and switches. `taps`: the tapped layers. `depth`: the maximum draft of a block, in tokens.
 
     `from_anchor`: the last token's own row drafts the first token. `layers`: of each, its window (None: all), and
-    whether it is causal: rows of a block see no later ones.
-    `sees_prefixes`: trained with more than the first token of a block known. `own_output`: it has its own output layer
-    and vocabulary. `multiplier` scales vectors before the output layer, `softcap` limits the logits after it.
+    whether it is causal: rows of a block see no later ones. `sees_prefixes`: trained with more than the first token of
+    a block known. `multiplier` scales vectors before the output layer, `softcap` limits the logits after it.
     """
 
     taps: tuple[int, ...]
@@ -84,7 +83,6 @@ class DFlashConfig(LayerSizes):
     depth: int
     from_anchor: bool = False
     sees_prefixes: bool = False
-    own_output: bool = False
     multiplier: float = 1.0
     softcap: float = 0.0
     markov: str = ""
@@ -121,7 +119,7 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
 
 
 class DFlash(BlockHead):
-    """`embed` and `output` are the target's layers."""
+    """`embed` and `output` are the target's layers. With a vocabulary of its own it has its own output layer."""
 
     def __init__(self, config: DFlashConfig, embed: Layer, output: Layer, vocabulary: DraftVocabulary) -> None:
         super().__init__()
@@ -135,7 +133,7 @@ class DFlash(BlockHead):
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.layers = [DFlashBlock(config, window, causal) for window, causal in config.layers]
         self.norm = nn.RMSNorm(size, eps=eps)
-        if config.own_output:
+        if vocabulary.ids is not None:
             self.lm_head = nn.Linear(size, vocabulary.draft_size, bias=False)
         if config.markov_rank:
             self.markov_head = Markov(config.markov, config.markov_rank, size, vocabulary)
@@ -209,7 +207,6 @@ def _parse_config(config: Mapping[str, Any], weights: Weights, target: Mapping[s
         depth=block if from_anchor else block - 1,
         from_anchor=from_anchor,
         sees_prefixes=config.get("loss_type") in _PREFIX_LOSS_TYPES,
-        own_output="d2t" in weights,
         multiplier=float(config.get("output_multiplier") or 1.0),
         softcap=float(config.get("final_logit_softcapping") or 0.0),
         markov=kind,
