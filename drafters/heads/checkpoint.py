@@ -131,7 +131,7 @@ def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mappin
         context_length=int(target.get("max_position_embeddings") or layer.get("max_position_embeddings") or 32768),
         hidden_act=activation,
         qk_norm="layers.0.self_attn.q_norm.weight" in weights,
-        attention_bias="layers.0.self_attn.q_proj.bias" in weights,
+        biases="".join(name for name in "qkvo" if f"layers.0.self_attn.{name}_proj.bias" in weights),
     )
 
 

@@ -29,7 +29,7 @@ MLPS = {"silu": qwen3.MLP, "gelu_pytorch_tanh": gemma3_text.MLP}
 class LayerSizes:
     """Sizes and switches of a head's transformer layers, by the names of Llama's and Qwen3's configs.
 
-    `rotary_share`: the part of a head's channels that the rope rotates; `interleaved`: it rotates neighbours.
+    `rotary_share`: the part of the channels that the rope rotates; `interleaved`: neighbours. `biases`: of "qkvo".
     """
 
     hidden_size: int
@@ -45,7 +45,7 @@ class LayerSizes:
     context_length: int = 2048
     hidden_act: str = "silu"
     qk_norm: bool = False
-    attention_bias: bool = False
+    biases: str = ""
 
 
 class Attention(nn.Module):  # type: ignore[misc]
@@ -55,10 +55,10 @@ class Attention(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.n_heads, self.n_kv_heads, self._dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
         self.scale = self._dim**-0.5
-        self.q_proj = nn.Linear(width, self.n_heads * self._dim, bias=sizes.attention_bias)
-        self.k_proj = nn.Linear(width, self.n_kv_heads * self._dim, bias=sizes.attention_bias)
-        self.v_proj = nn.Linear(width, self.n_kv_heads * self._dim, bias=sizes.attention_bias)
-        self.o_proj = nn.Linear(self.n_heads * self._dim, sizes.hidden_size, bias=sizes.attention_bias)
+        self.q_proj = nn.Linear(width, self.n_heads * self._dim, bias="q" in sizes.biases)
+        self.k_proj = nn.Linear(width, self.n_kv_heads * self._dim, bias="k" in sizes.biases)
+        self.v_proj = nn.Linear(width, self.n_kv_heads * self._dim, bias="v" in sizes.biases)
+        self.o_proj = nn.Linear(self.n_heads * self._dim, sizes.hidden_size, bias="o" in sizes.biases)
         if sizes.qk_norm:
             self.q_norm = nn.RMSNorm(self._dim, eps=sizes.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self._dim, eps=sizes.rms_norm_eps)

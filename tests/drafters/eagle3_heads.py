@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "speculators, deeper": (
         {**SPECULATORS, "norm_before_fc": True},
-        {"name": "layers.0.", "input_norm": True, "layers": 2, "qk_norm": True, "bias": True},
+        {"name": "layers.0.", "input_norm": True, "layers": 2, "qk_norm": True, "biases": "qkvo"},
     ),
     "SafeAI, official": ({**OFFICIAL, "architectures": ["LlamaForCausalLM"]}, {}),
     "NVIDIA": (
@@ -71,6 +71,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**OFFICIAL, "draft_vocab_size": V, "eagle_config": {"use_aux_hidden_state": False}},
         {"vocab": V, "d2t": False, "output": False, "taps": 0},
     ),
+    "Qwen2's biases": (OFFICIAL, {"biases": "qkv"}),
     "NVIDIA, deeper": (OFFICIAL, {"name": "layers.0.", "layers": 3, "hidden_norms": True}),
     "DeepSpec": (
         {
@@ -155,7 +156,7 @@ def weights_of(
     fc_norm: bool = False,
     input_norm: bool = False,
     qk_norm: bool = False,
-    bias: bool = False,
+    biases: str = "",
     layers: int = 1,
     vocab: int = V_D,
     d2t: bool = True,
@@ -198,7 +199,7 @@ def weights_of(
         shapes = {"q": (HEADS * DIM, width), "k": (KV_HEADS * DIM, width), "v": (KV_HEADS * DIM, width), "o": (H, H)}
         for key, shape in shapes.items():
             found[f"{at}self_attn.{key}_proj.weight"] = matrix(*shape)
-            if bias:
+            if key in biases:
                 found[f"{at}self_attn.{key}_proj.bias"] = 0.2 * gains(shape[0])
         if qk_norm:
             found |= {f"{at}self_attn.{key}_norm.weight": gains(DIM) for key in "qk"}
