@@ -33,7 +33,7 @@ from outrider.drafters.growth import (
     make_chain_feed,
     next_tokens,
 )
-from outrider.engine.forward_cost import DECAY, ForwardCost
+from outrider.engine.forward_cost import DECAY, MAX_STALL_FACTOR, ForwardCost
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, wrap_model_errors
@@ -47,7 +47,6 @@ _MAX_TOKENS_WITH_CHAIN = 16  # committed tokens that can be fed together with th
 # Below this many measurements there is no estimate.
 MIN_MEASUREMENTS = 8.0
 _FORWARDS_PER_ROUND = 3  # if rows are expensive
-_MAX_STALL_FACTOR = 4.0  # a round counts as at most so many average ones: a suspended computer makes none longer
 
 Value = TypeVar("Value")
 _FORWARD_ACTION = "the draft's forward"  # what failed, in errors
@@ -229,7 +228,7 @@ class Capacity:
     def record_round(self, ms: float) -> None:
         """Records the time between two commits of a request in SSD."""
         if self._round_ms:
-            ms = min(ms, _MAX_STALL_FACTOR * self._round_ms / self._rounds)
+            ms = min(ms, MAX_STALL_FACTOR * self._round_ms / self._rounds)
         self._rounds = self._rounds * DECAY + 1.0
         self._round_ms = self._round_ms * DECAY + ms
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 DECAY = 0.95  # the weight of a measurement relative to the next one
 # A lower bound of the time of a row, as a share of the mean time per row, since measurements are noisy.
 MIN_ROW_SHARE = 0.1
+MAX_STALL_FACTOR = 4.0  # a measurement counts as at most so many average ones: a suspended computer makes none longer
 
 
 class ForwardCost:
@@ -19,6 +20,8 @@ class ForwardCost:
 
     def add(self, rows: int, ms: float) -> None:
         """Records that a forward of `rows` took `ms`."""
+        if self._ms:
+            ms = min(ms, MAX_STALL_FACTOR * self(max(rows, self._rows / self.seen)))
         self.seen = self.seen * DECAY + 1.0
         self._rows = self._rows * DECAY + rows
         self._ms = self._ms * DECAY + ms
@@ -36,7 +39,7 @@ class ForwardCost:
         each = min(max(slope, MIN_ROW_SHARE * ms / rows), ms / rows)  # so that neither is negative
         return ms - each * rows, each
 
-    def __call__(self, rows: int) -> float:
+    def __call__(self, rows: float) -> float:
         """Returns the milliseconds of a forward of `rows`; 0 before the first measurement."""
         if not self.seen:
             return 0.0

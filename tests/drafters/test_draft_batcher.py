@@ -12,6 +12,7 @@ from outrider.drafters.fan_out import FAN_OUT_POLICIES, BranchRequest, Calibrati
 from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import MIN_MEASUREMENTS, Capacity, DraftBatcher, WorkAhead
+from outrider.engine.forward_cost import ForwardCost
 from outrider.engine.loading import load
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
@@ -160,6 +161,19 @@ def test_stalled_round_hardly_changes_the_number_of_branches() -> None:
     for _ in range(100):
         capacity.record_round(200.0)
     assert (capacity.max_branches(3) or 0) > 95
+
+
+def test_stalled_forward_hardly_changes_the_cost_of_forwards() -> None:
+    """As when the process was suspended: a hanging forward must still be noticed after it."""
+    cost = ForwardCost()
+    for turn in range(20):
+        cost.add(4 + 8 * (turn % 5), 1.0 + 0.125 * (4 + 8 * (turn % 5)))
+    usual = cost(8)
+    cost.add(8, 3_600_000.0)
+    assert usual < cost(8) < 2 * usual
+    for _ in range(100):
+        cost.add(8, 100.0)
+    assert cost(8) > 95.0  # forwards that have become slower count
 
 
 def test_short_budget_is_shared_among_requests(tiny_model: Callable[..., Any]) -> None:
