@@ -160,8 +160,8 @@ class MirroredKVCache:
 
     def save(self, sequence: MirroredSequence, length: int) -> SavedPrefix:
         number = next(self._copies)
-        self._pending_changes.append(TextChange("save", sequence.number, length, number))
         own = self._own.save(sequence.own, length)
+        self._pending_changes.append(TextChange("save", sequence.number, length, number))
         copy = SharedCopy(own.length, own.layers, own.states, number, self._local_ranks)
         finalize(copy, self._dropped.append, number).atexit = False
         return copy

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -114,6 +115,20 @@ def test_cache_of_a_follower_equals_that_of_rank_0(tiny_model: Callable[..., Pat
         two.check()
     copies.clear()
     two.forward([Feed(lines[0], [9], 1)])
+    assert not two.follower._copies
+
+
+def test_copy_that_fails_on_rank_0_is_made_nowhere(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 would never drop it."""
+    two = Two(tiny_model("llama"))
+    sequence = two.texts.open()
+    two.forward([Feed(sequence, [5, 6, 7], 3)])
+    with monkeypatch.context() as broken, pytest.raises(ModelError):
+        broken.setattr(two.texts._own, "save", Mock(side_effect=ModelError("out of memory")))
+        two.texts.save(sequence, 3)
+    two.forward([Feed(sequence, [9], 1)])
     assert not two.follower._copies
 
 
