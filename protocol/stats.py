@@ -13,6 +13,8 @@ from itertools import zip_longest
 
 from outrider.protocol.schema import Count, Many, Real, Record, Serial
 
+MAX_COUNTED_NAMES = 256
+
 
 class KvCost(Record, frozen=True):
     """Bytes that a worker needs for a text: `per_text` for any length, plus `per_token` for each token."""
@@ -52,8 +54,9 @@ class CacheUse(Record, frozen=True):
 
 
 def add_counts(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
-    """Adds counts name by name."""
-    return {name: left.get(name, 0) + right.get(name, 0) for name in sorted({*left, *right})}
+    """Adds counts name by name. Keeps the latest `MAX_COUNTED_NAMES`: drafters may come with new names for ever."""
+    kept = [*(name for name in left if name not in right), *right][-MAX_COUNTED_NAMES:]
+    return {name: left.get(name, 0) + right.get(name, 0) for name in kept}
 
 
 def add_rows(*rows: Sequence[int]) -> tuple[int, ...]:

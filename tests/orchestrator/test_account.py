@@ -11,6 +11,7 @@ from outrider.orchestrator.core.metrics import MAX_RECENT_ROUNDS, RequestMetrics
 from outrider.orchestrator.core.proposal import Lookup, Proposal
 from outrider.protocol.messages import Outcome, Span, Timings
 from outrider.protocol.schema import Origin
+from outrider.protocol.stats import MAX_COUNTED_NAMES
 from tests.orchestrator.rounds import settled
 
 HIT = Proposal((1, 2, 3), Origin.PREPARED, lookup=Lookup.HIT)
@@ -102,3 +103,13 @@ def test_the_timings_of_requests_add_up():
     assert (total.prompt_n, total.prefill_n, total.predicted_n, total.peak_bytes) == (6, 4, 8, 9)
     assert (total.predicted_ms, total.predicted_per_second, total.turnaround_ms) == (30.0, 200.0, ())
     assert total.hits_by_accepted == (5, 2) and total.draft_n_accepted_by == {"a": 1, "b": 5}
+
+
+def test_totals_by_drafter_are_bounded() -> None:
+    """Drafters may come with new names for months; the latest are kept."""
+    total = Timings(draft_n_accepted_by={"a": 1})
+    for index in range(2 * MAX_COUNTED_NAMES):
+        total += Timings(draft_n_accepted_by={"a": 1, f"draft-of-pod-{index}": 3})
+    counts = total.draft_n_accepted_by
+    assert len(counts) == MAX_COUNTED_NAMES and counts["a"] == 1 + 2 * MAX_COUNTED_NAMES
+    assert counts[f"draft-of-pod-{2 * MAX_COUNTED_NAMES - 1}"] == 3
