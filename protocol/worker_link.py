@@ -66,7 +66,7 @@ EXIT_GRACE_SECONDS = 5.0
 MAX_EXPECTED_MS = 10**9
 SEND_TIMEOUT_MS = 2000
 # How many times a worker that was started by hand polls for the answer to its HELLO: ten seconds, or ten minutes if it
-# was in a cluster before. Then it also repeats HELLO after every `POLLS_PER_HELLO` polls: the server may be a new one.
+# was in a cluster before. It repeats HELLO after every `POLLS_PER_HELLO` polls: it may be lost, or the server be new.
 MAX_WELCOME_POLLS, MAX_REJOIN_POLLS, POLLS_PER_HELLO = 50, 3000, 10
 # It considers the orchestrator lost after this many waits without a ping, or this many ping intervals if longer.
 MAX_SILENT_WAITS, MAX_OVERDUE_PINGS = 50, 40
@@ -156,7 +156,7 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
         self._arrived.clear()
         polls, max_polls = 0, MAX_REJOIN_POLLS if self._has_joined else MAX_WELCOME_POLLS
         while not (self._by_hand and polls >= max_polls):
-            if polls == 0 or (self._has_joined and polls % POLLS_PER_HELLO == 0):
+            if polls == 0 or (self._by_hand and polls % POLLS_PER_HELLO == 0):
                 self._probe()
                 self.send(hello)
             polls += 1

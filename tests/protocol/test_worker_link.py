@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from outrider.protocol import worker_link
 from outrider.protocol.codec import decode, encode
@@ -151,6 +152,25 @@ def test_worker_rejoins_an_orchestrator_that_was_only_paused(endpoint: str, befo
             asking.join()
         link.enter(HELLO)
         asking.join()
+    orchestrator.close()
+
+
+def test_worker_joins_if_its_first_hello_was_lost(endpoint: str) -> None:
+    """As when the link broke after the worker had loaded its model."""
+    orchestrator, link = Orchestrator(endpoint), WorkerLink(endpoint, "studio")
+    hello = replace(HELLO, incarnation=link.incarnation)
+
+    def welcome() -> None:
+        for _ in range(2):
+            orchestrator.hear(Hello)
+        orchestrator.say(Welcome("draft-1"), routing_id(link.incarnation))
+
+    welcoming = threading.Thread(target=welcome, daemon=True)
+    welcoming.start()
+    with link:
+        link.enter(hello)
+    assert link.name == "draft-1"
+    welcoming.join()
     orchestrator.close()
 
 
