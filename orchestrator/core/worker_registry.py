@@ -235,11 +235,7 @@ class Worker:
         """Returns why it must be given up, or None: its process has ended, or it is silent."""
         code = self.spawned.exit_code() if self.spawned else None
         if self.spawned and code is not None:
-            tail = self.spawned.log_tail()
-            cause = system.likely_cause(code, tail)
-            ended = f"{self} ended with code {code}" + (f", {cause}" if cause else "")
-            last = tail.rpartition(" | ")[2] if cause else tail  # the error without its traceback
-            return self.fault or ended + (f": {last}" if last else "")
+            return self.fault or f"{self} {system.describe_exit(code, self.spawned.log_tail())}"
         if self.spawned is None and self.fault:
             return f"{self} has left: {clip(self.fault)!r}"
         silence = self.heartbeat.silence_reason(ping_interval_s, not self.entered)

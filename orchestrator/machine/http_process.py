@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import MALLOC_ENV, STDERR, SpawnedProcess, child_environment, python
 from outrider.orchestrator.pairing.model_files import ModelFiles
 from outrider.protocol.errors import EndpointError, WorkerError
@@ -98,7 +99,7 @@ class HttpProcess:
         code = self._process.exit_code()
         if code is None:
             return
-        ended = f"the HTTP server exited with code {code}: {self._process.log_tail() or 'its log is empty'}"
+        ended = f"the HTTP server {system.describe_exit(code, self._process.log_tail())}"
         if time.monotonic() - self._started < MIN_UPTIME_SECONDS:
             raise WorkerError(ended)
         log.error("%s; restarting it", ended)

@@ -194,6 +194,13 @@ def physical_memory(bound: Path = _CGROUP) -> int:
         return whole
 
 
+def describe_exit(code: int, log_tail: str) -> str:
+    """Returns the words for a process's end: its exit code, the likely cause, and the last words of its log, if any."""
+    cause = likely_cause(code, log_tail)
+    last = log_tail.rpartition(" | ")[2] if cause else log_tail  # the error without its traceback
+    return f"ended with code {code}" + (f", {cause}" if cause else "") + (f": {last}" if last else "")
+
+
 def likely_cause(code: int, log_tail: str = "", bound: Path = _CGROUP) -> str:
     """Returns why a process with this exit code most likely ended, for want of memory or threads; "" if unknown.
 
