@@ -36,7 +36,7 @@ from outrider.orchestrator.settings import ServeSettings, Settings, to_flags
 from outrider.protocol.endpoints import connect, find_client_keys, receive_event
 from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
 from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, Keyring, parse_key
-from outrider.protocol.messages import Stats, WorkerStats
+from outrider.protocol.messages import Stats, WorkerStats, is_serving
 from outrider.protocol.socket_files import PrivateDirectory
 
 log = logging.getLogger(__name__)
@@ -163,14 +163,14 @@ def keep_drafter(settings: ServeSettings, endpoint: str, keyring: ActorKeyring) 
 
 
 def wait_until_ready(endpoint: str, keys: Path | None) -> None:
-    """Returns when the target of the server at `endpoint` is ready.
+    """Returns when the server at `endpoint` admits requests.
 
     Raises:
         EndpointError: the endpoint is malformed.
         KeyFault: the server requires a key, and there is no accepted one in the folder `keys`.
     """
     client = Client(endpoint, timeout=1.0, keys=keys)
-    while not any(worker.role == "target" and worker.state == "ready" for worker in _workers(client)):
+    while not is_serving(_workers(client)):
         time.sleep(POLL_SECONDS)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import add
 from typing import Annotated, Any
 
@@ -260,6 +260,12 @@ class WorkerStats(Record, frozen=True):
     round_trip_ms: Real = 0.0
     clock_ahead_ms: Real = 0.0
     fingerprint: Name = ""
+
+
+def is_serving(workers: Sequence[WorkerStats]) -> bool:
+    """Whether requests are admitted: a target is ready, and no worker is loading for the first time."""
+    has_target = any(worker.role == "target" and worker.state == "ready" for worker in workers)
+    return has_target and all(worker.state != "starting" for worker in workers)
 
 
 class Stats(RequestMessage, frozen=True):

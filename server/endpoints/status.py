@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from outrider import __version__
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import Stats
+from outrider.protocol.messages import Stats, is_serving
 from outrider.server.endpoints.chat import ChatMessage, ConversationRequest, to_conversation
 from outrider.server.endpoints.json_route import JsonRoute, error_docs, response_docs
 from outrider.server.model.served import ServedModel
@@ -108,7 +108,7 @@ class Version(ApiResponse):
 
 
 class Ready(ApiResponse):
-    """Whether requests can be completed now; `workers` has each worker's state by name."""
+    """Whether requests are admitted; `workers` has each worker's state by name."""
 
     status: Literal["ready", "starting", "ending", "unreachable"]
     workers: dict[str, str] = Field(default_factory=dict)
@@ -131,13 +131,13 @@ async def version() -> Version:
 
 @router.get("/ready", responses={**error_docs(), 503: {"model": Ready}})
 async def ready(context: ContextDependency, response: Response) -> Ready:
-    """Returns 200 if requests can be completed now, else 503 with the reason."""
+    """Returns 200 if requests are admitted, else 503 with the reason."""
     stats = await _fetch_stats(context)
     if stats is None or context.draining:
         response.status_code = 503
         return Ready(status="unreachable" if stats is None else "ending")
     workers = {worker.name: worker.state for worker in stats.workers}
-    is_ready = any(worker.role == "target" and worker.state == "ready" for worker in stats.workers)
+    is_ready = is_serving(stats.workers)
     response.status_code = 200 if is_ready else 503
     return Ready(status="ready" if is_ready else "starting", workers=workers)
 

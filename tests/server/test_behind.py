@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import httpx
+import pytest
 from starlette.requests import Request
 
 from outrider.orchestrator.client.async_client import AsyncBaseClient, ChunkHandler
@@ -12,10 +13,11 @@ from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.protocol.errors import EndpointError
-from outrider.protocol.messages import Stats
+from outrider.protocol.messages import Stats, Timings, WorkerStats
 from outrider.server.app import build_app
 from outrider.server.model.served import load_served_model
 
+ROLES = ("target", "draft")
 KEYS = ("first-key", "second-key")
 
 
@@ -56,3 +58,33 @@ def test_caller_names_reveal_no_key_and_an_unreachable_backend_is_503() -> None:
     assert answers[0].json()["error"]["message"] == "nobody is here; expected somebody"
     first, second, again = behind.caller_names
     assert first == again != second and not any(key in name for key in KEYS for name in behind.caller_names)
+
+
+@pytest.mark.parametrize(
+    ("states", "code", "status"),
+    [
+        (("starting", "starting"), 503, "starting"),
+        (("ready", "starting"), 503, "starting"),  # requests wait for the drafter's first load
+        (("ready", "restarting"), 200, "ready"),
+        (("ready", "refused"), 200, "ready"),
+        (("restarting", "ready"), 503, "starting"),
+    ],
+)
+def test_server_is_ready_once_its_requests_begin_at_once(states: tuple[str, str], code: int, status: str) -> None:
+    class Backend(UnreachableClient):
+        async def stats(self) -> Stats:
+            workers = [
+                WorkerStats(role, role, state, 1, "", "", 1, 1, 1, 1, "")
+                for role, state in zip(ROLES, states, strict=True)
+            ]
+            return Stats("", "0", tuple(workers), 0, 0, 0, 0, Timings(), 0, 0)
+
+    app = build_app(load_served_model("m", TINY_TARGET, ("m",)), Backend(), HttpSettings())
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as client:
+            return await client.get("/ready")
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == code
+    assert answer.json() == {"status": status, "workers": dict(zip(ROLES, states, strict=True))}
