@@ -31,9 +31,11 @@ _PAIRS = (
     ("<|think:start|>", "<|think:end|>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
 )
 _KIMI_K3_TOKENS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 _COHERE_TOKENS = ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
+_SOLAR_TOKENS = ("<|begin|>", "<|think|>", "<|content|>", "<|end|>")
 _HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
 PACKAGE = "_outrider_tool_parsers"
 
@@ -96,6 +98,10 @@ def find_thinking_tags(vocabulary: Collection[str]) -> SpanTags | None:
     if is_kimi_k3(vocabulary):
         marks = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
         return SpanTags("<|open|>think<|sep|>", "<|close|>think<|sep|>", marks=marks)
+    if "<mm:think>" in vocabulary:  # MiniMax-M3, which begins an answer without thinking with the end tag
+        return SpanTags("<mm:think>", "</mm:think>", marks=("</mm:think>",))
+    if all(token in vocabulary for token in _SOLAR_TOKENS):
+        return SpanTags("<|think|>", "<|end|><|begin|>assistant", "<|content|>")
     if all(token in vocabulary for token in _COHERE_TOKENS):
         start, end, answer, mark = _COHERE_TOKENS
         return SpanTags(start, end, answer, (mark,))

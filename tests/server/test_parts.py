@@ -109,6 +109,8 @@ def test_thinking_tag_inside_the_answer_is_text(thinking_mode: ThinkingMode, siz
 
 HARMONY = find_thinking_tags(("<|start|>", "<|channel|>", "<|message|>", "<|call|>"))
 COHERE = ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
+SOLAR = ("<|begin|>", "<|think|>", "<|content|>", "<|end|>")
+MINIMAX_M3 = ("<mm:think>", "</mm:think>")
 HARMONY_END = "<|end|><|start|>assistant<|channel|>"
 
 
@@ -140,12 +142,21 @@ def test_text_between_two_channels_is_part_of_the_answer() -> None:
         (("[THINK]", "[/THINK]"), "[THINK]Hm[/THINK]Four"),
         (("<seed:think>", "</seed:think>"), "<seed:think>Hm</seed:think>Four"),
         (COHERE, "<|START_THINKING|>Hm<|END_THINKING|><|START_RESPONSE|>Four<|END_RESPONSE|>"),
+        (("<|inner_prefix|>", "<|inner_suffix|>"), "<|inner_prefix|>Hm<|inner_suffix|>Four"),
+        (SOLAR, "<|think|>Hm<|end|><|begin|>assistant<|content|>Four"),
+        (MINIMAX_M3, "<mm:think>Hm</mm:think>Four"),
     ],
 )
 def test_reasoning_of_other_families_is_found(vocabulary: tuple[str, ...], text: str) -> None:
-    """Of Magistral, Seed-OSS and Command A."""
+    """Of Magistral, Seed-OSS, Command A, Apertus, Solar Open and MiniMax-M3."""
     splitter = Splitter(find_thinking_tags(vocabulary))
     assert joined(splitter.feed(text) + splitter.finish()) == [("T", "Hm"), ("S", "Four")]
+
+
+@pytest.mark.parametrize(("vocabulary", "mark"), [(SOLAR, "<|content|>"), (MINIMAX_M3, "</mm:think>")])
+def test_mark_of_an_answer_without_reasoning_is_not_text(vocabulary: tuple[str, ...], mark: str) -> None:
+    splitter = Splitter(find_thinking_tags(vocabulary))
+    assert joined(splitter.feed(f"{mark}Four") + splitter.finish()) == [("S", "Four")]
 
 
 def test_marks_around_an_answer_of_kimi_k3_are_not_text() -> None:
