@@ -227,11 +227,13 @@ def tools_as_text(messages: Iterable[Message], tools: Sequence[dict[str, Any]]) 
 
 
 def add_turn(messages: list[Message], turn: Message, separator: str = "\n\n", to_results: bool = False) -> None:
-    """Adds a turn. Consecutive ones of the user or the system become one; `to_results`: so do a tool's and a user's."""
+    """Adds a turn. Consecutive ones of one role but a tool's become one; `to_results`: so do a tool's and a user's."""
     last = messages[-1] if messages else {}
     roles = last.get("role"), turn["role"]
-    if roles in (("system", "system"), ("user", "user")) or (to_results and roles == ("tool", "user")):
-        messages[-1] = {**last, "content": f"{last['content']}{separator}{turn['content']}"}
+    if (roles[0] == roles[1] != "tool") or (to_results and roles == ("tool", "user")):
+        text = separator.join(str(one["content"]) for one in (last, turn) if one.get("content"))
+        calls = [*last.get("tool_calls", ()), *turn.get("tool_calls", ())]
+        messages[-1] = {**turn, **last, "content": text, **({"tool_calls": calls} if calls else {})}
     else:
         messages.append(turn)
 

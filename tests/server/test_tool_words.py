@@ -17,7 +17,7 @@ import pytest
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.server.mapping import ToolSelection, select_tools
 from outrider.server.model.served import ServedModel, TemplateInput, ThinkingMode, Toolbox, load_served_model
-from outrider.server.model.tool_format import SpanTags, find_thinking_tags, tools_as_text
+from outrider.server.model.tool_format import SpanTags, find_thinking_tags, join_turns, tools_as_text
 from outrider.server.problems import Refused
 from outrider.server.schemas import Function
 from tests.harness.scripted_model import ANSWER, PLAIN, text_of
@@ -117,9 +117,22 @@ def test_later_system_messages_become_user_text_where_a_template_refuses_them(sc
     assert found == f"{expected}{begin}assistant\n<|plain|>"
     with_tools = text(("user", "hi"), ("system", "Today"), tools=(TOOL,))
     assert with_tools.startswith(f"{begin}system\n") and f"{begin}user\nhi\n\nToday{end}" in with_tools
-    for refused in ((("user", "hi"), ("assistant", "a"), ("assistant", "b")), (("assistant", "a"), ("assistant", "b"))):
-        with pytest.raises(ModelError, match="turns alternate"):
-            text(*refused)
+    refusing = load_served_model(
+        "none", folder_with("{{ raise_exception('no words') }}", scripted, tmp_path / "no"), ()
+    )
+    with pytest.raises(ModelError, match="no words"):
+        refusing.tokenize_conversation(TemplateInput(HELLO))
+
+
+def test_answers_in_a_row_are_joined_where_a_template_refuses_them(scripted: Path, tmp_path: Path) -> None:
+    """Clients send a text and the calls that follow it as two messages."""
+    strict = load_served_model("strict", folder_with(FIRST, scripted, tmp_path / "strict"), ())
+    answers = ({"role": "assistant", "content": one} for one in ("a", "", "b"))
+    talk: Any = [*HELLO, *answers, {"role": "user", "content": "go"}]
+    text = strict.codec.decode(strict.tokenize_conversation(TemplateInput(talk)).tokens)
+    assert "<|im_start|>assistant\na\n\nb<|im_end|>\n<|im_start|>user\ngo<|im_end|>" in text
+    split = [talk[0], {"role": "assistant", "content": "I look."}, {**TALK[1], "content": ""}, *TALK[2:]]
+    assert join_turns(split) == join_turns(TALK)
 
 
 def test_user_text_after_results_joins_the_last_where_a_template_refuses_it(scripted: Path, tmp_path: Path) -> None:
