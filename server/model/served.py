@@ -29,6 +29,7 @@ from outrider.server.model.tool_format import (
     FALLBACK_FORMAT,
     SpanTags,
     ToolFormat,
+    calls_in_text,
     find_thinking_tags,
     join_turns,
     tool_format,
@@ -166,10 +167,15 @@ class ServedModel:
         return self._apply_template(replace(source, messages=join_turns(messages, keep_first=False)))
 
     def _apply_template(self, source: TemplateInput) -> str:
-        is_mistral = self.tools is not None and self.tools.name == "mistral"
+        template = (self.tool_template if source.box.tools else self.template) or ""
+        messages, tools = source.messages, self.tools
+        if tools is not None and tools.name == "mistral":
+            messages = with_short_ids(messages)
+        elif tools is not None and tools.name == "pythonic" and "tool_calls" not in template:
+            messages = calls_in_text(messages, tools.tags)
         return render_template(
-            (self.tool_template if source.box.tools else self.template) or "",
-            with_short_ids(source.messages) if is_mistral else source.messages,
+            template,
+            messages,
             self.codec.special,
             tools=list(source.box.tools) or None,
             answer=source.answer and not source.continue_final,

@@ -264,6 +264,16 @@ def with_short_ids(messages: Iterable[Message]) -> list[Message]:
     return found
 
 
+def calls_in_text(messages: Iterable[Message], tags: SpanTags) -> list[Message]:
+    """Writes earlier calls into the text, in Python's syntax, for LFM2's templates, which show only the text."""
+    found: list[Message] = []
+    for message in messages:
+        if calls := ", ".join(_call_to_python(**call["function"]) for call in message.get("tool_calls", ())):
+            message = {**message, "content": f"{message['content']}{tags.start}[{calls}]{tags.end}"}
+        found.append(message)
+    return found
+
+
 def replace_lone_surrogates(text: str) -> str:
     """Replaces halves of surrogate pairs, which JSON's escapes can write but UTF-8 can't, by question marks."""
     return text.encode(errors="replace").decode()
@@ -282,6 +292,10 @@ def _message_to_text(message: Message) -> Message:
     words = [message["content"]] if message.get("content") else []
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": "\n".join([*words, *calls])}
+
+
+def _call_to_python(name: str, arguments: dict[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
 def _call_to_text(function: dict[str, Any]) -> str:

@@ -146,6 +146,18 @@ def test_user_text_after_results_joins_the_last_where_a_template_refuses_it(scri
     assert "tool\n22 C<|im_end|>\n<|im_start|>tool\nsunny\n\nAnd?<|im_end|>\n<|im_start|>assistant" in text
 
 
+def test_template_that_shows_only_text_has_earlier_calls_in_it(scripted: Path, tmp_path: Path) -> None:
+    """LFM2's: without its calls, the model calls again."""
+    lfm2 = load_served_model("lfm2", folder_with("{# <|tool_list_start|> #}" + BARE, scripted, tmp_path / "lfm2"), ())
+    assert lfm2.tools is not None and not lfm2.tools_as_text
+    arguments = {"city": 'Pa"ris', "days": 2, "near": True, "of": ["a", None]}
+    call = {"id": "1", "function": {"name": "get_weather", "arguments": arguments}}
+    talk: Any = [*HELLO, {"role": "assistant", "content": "I look.", "tool_calls": [call, call]}, *TALK[2:3]]
+    text = lfm2.codec.decode(lfm2.tokenize_conversation(TemplateInput(talk, Toolbox((TOOL,)))).tokens)
+    written = text.partition("assistant\nI look.<|tool_call_start|>")[2].partition("<|tool_call_end|><|im_end|>")[0]
+    assert [json.loads(one.arguments) for one in lfm2.tools.calls(written, (TOOL,))] == [arguments, arguments]
+
+
 def test_template_named_tool_use_renders_conversations_with_tools(scripted: Path, tmp_path: Path) -> None:
     """As in transformers: models such as Hermes have it beside the default one, which has no tools."""
     own = "{{ messages[0].content }}: {{ tools | map(attribute='function.name') | join }}" + OWN_CALLS
