@@ -101,7 +101,7 @@ def _find_kind(head: str, target: str) -> str | None:
 
 def _describe_head(head: str, kind: str | None) -> str:
     if head in TARGET_HEADS:
-        return f"head {head}: part of the target model; it is checked when the server loads the target"
+        return f"head {head}: in the target model, if it has one; the server checks it when it loads the target"
     return f"head {head}: {kind or 'of an unknown kind; expected one of ' + ', '.join(HEAD_KINDS)}"
 
 

@@ -178,7 +178,7 @@ def test_command_names_the_kind_of_each_head(
     start = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *line, **how: reported.append(start(*line, **how)) or reported[-1])
     assert main(command) == 0
-    assert f"head {tmp_path}: redrafter\nhead mtp: part of the target" in capsys.readouterr().out
+    assert f"head {tmp_path}: redrafter\nhead mtp: in the target model, if it has one;" in capsys.readouterr().out
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: reported[-1])
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["heads"] == {str(tmp_path): "redrafter", "mtp": "mtp"}
