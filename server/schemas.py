@@ -111,12 +111,12 @@ class ApiResponse(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-def unsupported(reason: str, details: str | None = None) -> Any:
-    """Rejects a field that is not empty and would change the answer. `details`: Anthropic's `error_code`."""
+def unsupported(reason: str, code: str | None = None) -> Any:
+    """Rejects a field that is not empty and would change the answer. `code`: the API's own for such an error."""
 
     def check(given: Any) -> Any:
         if given:
-            raise PydanticCustomError("unsupported", "{reason}", {"reason": reason, "details": details})
+            raise PydanticCustomError("unsupported", "{reason}", {"reason": reason, "code": code})
         return given
 
     return AfterValidator(check)

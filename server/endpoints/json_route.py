@@ -171,8 +171,8 @@ def _report_invalid(error: ValidationError) -> Refused:
     if is_unknown and not _is_field(first["loc"][-1]):
         path.append(str(first["loc"][-1]))
     reason = _REASONS.get(first["type"], first["msg"])
-    details = first.get("ctx", {}).get("details")
-    return Refused(f"{'.'.join(path) or 'the body'}: {reason}", path[0] if path else None, details=details)
+    code = first.get("ctx", {}).get("code")
+    return Refused(f"{'.'.join(path) or 'the body'}: {reason}", path[0] if path else None, code=code, details=code)
 
 
 def _is_field(part: str | int) -> bool:

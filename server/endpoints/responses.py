@@ -126,7 +126,9 @@ class ResponsesRequest(OpenAIGeneration):
         None, description="message.output_text.logprobs; other values are ignored"
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    previous_response_id: Annotated[str | None, unsupported("responses are not stored; send the whole input")] = None
+    previous_response_id: Annotated[
+        str | None, unsupported("responses are not stored; send the whole input", "previous_response_not_found")
+    ] = None
     conversation: Annotated[Any, unsupported("conversations are not stored; send the whole input")] = None
     background: Annotated[bool | None, unsupported("responses can't run in the background; leave it out")] = None
     prompt: Annotated[Any, unsupported("prompts are not stored; send instructions and input")] = None

@@ -290,6 +290,11 @@ def test_unsupported_features_are_refused(ask: Ask, path: str, body: dict[str, A
     assert answer.status_code == 400 and words in error_message(answer, anthropic=path == CLAUDE)
 
 
+def test_earlier_response_has_the_code_by_which_clients_send_the_whole_input(ask: Ask) -> None:
+    error = ask(RESPOND, json={"input": "x", "previous_response_id": "resp_1"}).json()["error"]
+    assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_unknown_model_method_and_path_and_lost_backend_have_their_status(ask: Ask, path: str) -> None:
     mine = path == CLAUDE
