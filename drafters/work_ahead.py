@@ -33,7 +33,7 @@ from outrider.drafters.growth import (
     make_chain_feed,
     next_tokens,
 )
-from outrider.engine.forward_cost import DECAY, MAX_STALL_FACTOR, ForwardCost
+from outrider.engine.forward_cost import ForwardCost
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, wrap_model_errors
@@ -218,8 +218,7 @@ class Capacity:
     """Estimates of the times of a drafter's forwards and of the rounds."""
 
     def __init__(self) -> None:
-        self._cost = ForwardCost()
-        self._rounds = self._round_ms = 0.0
+        self._cost, self._rounds = ForwardCost(), ForwardCost()
 
     def record_forward(self, rows: int, ms: float) -> None:
         """Records a forward of `rows` tokens, which took `ms`."""
@@ -227,30 +226,27 @@ class Capacity:
 
     def record_round(self, ms: float) -> None:
         """Records the time between two commits of a request in SSD."""
-        if self._round_ms:
-            ms = min(ms, MAX_STALL_FACTOR * self._round_ms / self._rounds)
-        self._rounds = self._rounds * DECAY + 1.0
-        self._round_ms = self._round_ms * DECAY + ms
+        self._rounds.add(1, ms)
 
     def max_branches(self, depth: int) -> int | None:
         """Returns how many branches of this depth can grow in a round, over all requests; None: not known yet.
 
         They take one forward more than their depth, because branches of full acceptance begin with the second.
         """
-        if min(self._rounds, self._cost.seen) < MIN_MEASUREMENTS:
+        if min(self._rounds.seen, self._cost.seen) < MIN_MEASUREMENTS:
             return None
         fixed, each = self._cost.line
-        room = self._round_ms / self._rounds / (depth + 1) - fixed
+        room = self._rounds(1) / (depth + 1) - fixed
         return max(int(room / each), 0)
 
     def rows_per_forward(self) -> int | None:
         """Returns how many branches one forward should grow, so that several forwards end in a round; None: not known.
         It should grow more if a forward itself costs more than these rows, as on a GPU.
         """
-        if min(self._rounds, self._cost.seen) < MIN_MEASUREMENTS or not self._cost.line[0]:
+        if min(self._rounds.seen, self._cost.seen) < MIN_MEASUREMENTS or not self._cost.line[0]:
             return None  # forwards of one size do not show what a row costs
         fixed, each = self._cost.line
-        in_time = (self._round_ms / self._rounds / _FORWARDS_PER_ROUND - fixed) / each
+        in_time = (self._rounds(1) / _FORWARDS_PER_ROUND - fixed) / each
         return max(int(in_time), math.ceil(fixed / each), 2)
 
 
