@@ -288,16 +288,11 @@ def _message_to_text(message: Message) -> Message:
         return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
     if not message.get("tool_calls"):
         return message
-    calls = [_call_to_text(call["function"]) for call in message["tool_calls"]]
+    calls = (json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"])
     words = [message["content"]] if message.get("content") else []
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": "\n".join([*words, *calls])}
+    return {**rest, "content": "\n".join([*words, *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)])}
 
 
 def _call_to_python(name: str, arguments: dict[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-
-
-def _call_to_text(function: dict[str, Any]) -> str:
-    name, arguments = (json.dumps(function[key], ensure_ascii=False) for key in ("name", "arguments"))
-    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
