@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk
+from outrider.orchestrator.pairing.chat_template import Message
 from outrider.protocol.sampling import MAX_LOGPROBS
 from outrider.server.answers.choices import (
     AnswerPlan,
@@ -46,7 +47,7 @@ from outrider.server.mapping import (
     tool_result,
 )
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
-from outrider.server.model.tool_format import ToolCall
+from outrider.server.model.tool_format import ToolCall, add_turn
 from outrider.server.problems import Problem, Refused
 from outrider.server.schemas import (
     MAX_NAME_LENGTH,
@@ -417,7 +418,7 @@ def to_conversation(model: ServedModel, payload: ResponsesRequest) -> TemplateIn
     if payload.top_logprobs and logprobs(payload) is None:
         raise Refused(f"top_logprobs: not requested; add {_INCLUDE_LOGPROBS} to include", "top_logprobs")
     box = _select_tools(model, payload)
-    messages: list[dict[str, Any]] = []
+    messages: list[Message] = []
     if payload.instructions:
         messages.append({"role": "system", "content": payload.instructions})
     if isinstance(payload.input, str):
@@ -428,36 +429,32 @@ def to_conversation(model: ServedModel, payload: ResponsesRequest) -> TemplateIn
     return TemplateInput(messages, box, template_keywords(payload.chat_template_kwargs, reasoning_effort=effort))
 
 
-def _convert_items(items: list[Item]) -> list[dict[str, Any]]:
-    """Converts input items. Calls and reasoning are separate items, but belong to one assistant message in a
+def _convert_items(items: list[Item]) -> list[Message]:
+    """Converts input items. Texts, calls and reasoning in a row are separate items, but one assistant message in a
     template."""
-    messages: list[dict[str, Any]] = []
+    messages: list[Message] = []
     for place, item in enumerate(items):
         where = f"input.{place}"
         match item.type:
             case "message" if item.role is not None:
-                text, last = join_text(item.content, f"{where}.content", _TEXT_TYPES), messages[-1] if messages else {}
-                if item.role == last.get("role") == "assistant" and not last["content"]:
-                    last["content"] = text  # follows its reasoning
-                else:
-                    messages.append({"role": "system" if item.role == "developer" else item.role, "content": text})
+                text = join_text(item.content, f"{where}.content", _TEXT_TYPES)
+                turn = {"role": "system" if item.role == "developer" else item.role, "content": text}
             case "function_call":
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append(assistant_message("", []))
-                call = past_tool_call(item.name or "", item.arguments or "{}", item.call_id)
-                messages[-1].setdefault("tool_calls", []).append(call)
+                turn = assistant_message("", [past_tool_call(item.name or "", item.arguments or "{}", item.call_id)])
             case "function_call_output":
-                result = join_text(item.output, f"{where}.output", _TEXT_TYPES)
-                messages.append(tool_result(result, item.call_id or "", None))
+                turn = tool_result(join_text(item.output, f"{where}.output", _TEXT_TYPES), item.call_id or "", None)
             case "reasoning":
-                thought = join_text(item.content, f"{where}.content", _TEXT_TYPES)
-                messages.append(assistant_message("", [], thought))
+                turn = assistant_message("", [], join_text(item.content, f"{where}.content", _TEXT_TYPES))
             case "item_reference":
                 raise Refused(f"{where}: items are not stored; set the client's store to false to send them", where)
             case "message":
                 raise Refused(f"{where}: the message has no role; expected user, assistant, system or developer", where)
             case other:
                 raise Refused(f"{where}: items of type {other[:40]!r} are not supported", where)
+        if turn["role"] == "assistant":
+            add_turn(messages, turn)
+        else:
+            messages.append(turn)
     return [m for m in messages if m["role"] != "assistant" or m["content"] or m.get("tool_calls")]
 
 
