@@ -35,6 +35,7 @@ from outrider.protocol.messages import (
     Outcome,
     Span,
     Verify,
+    is_serving,
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.socket_files import PrivateDirectory
@@ -75,7 +76,7 @@ def workbench(settings: ServeSettings, progress: Callable[[str], None]) -> Itera
     with PrivateDirectory() as directory, closing(WorkerPool(context, settings, directory.path)) as pool:
         bench = Workbench(pool, progress)
         pool.start()
-        while not pool.ready:
+        while not is_serving(pool.stats()):
             bench.listen()
         yield bench
 

@@ -149,7 +149,6 @@ class WorkersChanged:
     """A worker became ready, was lost, or reported a stage of its start. `kv_budget`: the memory for texts in all."""
 
     workers: tuple[WorkerStats, ...]
-    ready: bool
     stage: str = ""
     fatal: str = ""
     notes: tuple[str, ...] = ()

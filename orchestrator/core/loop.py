@@ -146,7 +146,6 @@ class Core:
             self._outbox.put(
                 WorkersChanged(
                     workers=self.pool.stats(),
-                    ready=self.pool.ready,
                     stage=self.pool.stage,
                     fatal=self._fatal,
                     notes=tuple(self.pool.notes()),

@@ -139,12 +139,6 @@ class WorkerPool:
     # --- abilities -------------------------------------------------------------------------------------------------
 
     @property
-    def ready(self) -> bool:
-        """Whether there is a target, and every other worker that was started is ready or given up."""
-        spawned = [worker for worker in self._registry.all() if worker.spawned]
-        return self.has_target() and all(worker.state in ("ready", "refused", "lost") for worker in spawned)
-
-    @property
     def target_context(self) -> int:
         return self.hello(TARGET_NAME).context_length
 

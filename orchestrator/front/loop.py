@@ -51,6 +51,7 @@ from outrider.protocol.messages import (
     TextChunk,
     Timings,
     WorkerStats,
+    is_serving,
 )
 from outrider.protocol.schema import MAX_SERIAL
 from outrider.protocol.stats import KvUse
@@ -230,16 +231,17 @@ class Front:
                 self._admission.draft_context = worker.context_length
         self._admission.kv_budget = event.kv_budget
         self._has_target = any(w.role == "target" and w.state in ("ready", "frozen") for w in event.workers)
+        becomes_ready = not self._ready and is_serving(event.workers)
         if event.stage and not self._ready:
             self._announce(Stage(event.stage))
         if event.fatal and not self._fatal:
             self._give_up(WorkerError.__name__, event.fatal)
-        elif event.ready and not self._ready and (why := self._explain_shortage()):
+        elif becomes_ready and (why := self._explain_shortage()):
             self._give_up(InvalidRequest.__name__, why)
-        elif event.ready and not self._ready:
+        elif becomes_ready:
             notes = (*self._pair.notes, *event.notes)
             self._announce(ServerReady(self._clients.endpoint, notes=notes))
-        self._ready = self._ready or event.ready  # a worker lost later is restarted or left out
+        self._ready = self._ready or becomes_ready  # a worker lost later is restarted or left out
 
     def _give_up(self, kind: str, why: str) -> None:
         self._fatal = why

@@ -263,7 +263,7 @@ class WorkerStats(Record, frozen=True):
 
 
 def is_serving(workers: Sequence[WorkerStats]) -> bool:
-    """Whether requests are admitted: a target is ready, and no worker is loading for the first time."""
+    """Whether requests are admitted: there is a target, and no worker is loading for the first time."""
     has_target = any(worker.role == "target" and worker.state == "ready" for worker in workers)
     return has_target and all(worker.state != "starting" for worker in workers)
 

@@ -104,7 +104,7 @@ class Stand:
 
     def start(self, ready: bool = True) -> Stand:
         if ready:
-            self.lines.events.put(WorkersChanged((worker_stats("target"), worker_stats("draft")), True))
+            self.lines.events.put(WorkersChanged((worker_stats("target"), worker_stats("draft"))))
         for thread in self._threads:
             thread.start()
         return self

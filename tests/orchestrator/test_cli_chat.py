@@ -63,7 +63,7 @@ def served(make_stand):
     """A stand whose target says where its model is, as a worker does."""
     stand = make_stand(max_active=1)
     target = replace(worker_stats("target"), model=str(TINY_TARGET))
-    stand.lines.events.put(WorkersChanged((target, worker_stats("draft")), True))
+    stand.lines.events.put(WorkersChanged((target, worker_stats("draft"))))
     return stand.start(ready=False)
 
 

@@ -370,15 +370,15 @@ def test_nothing_runs_before_the_workers_are_ready(make_stand, codec):
         client.say(ask())
         client.say(StatsQuery("s"))
         assert client.hear_until(Stats)[-1].queued == 1
-        stand.core.outbox.put(WorkersChanged((worker_stats("target"),), False, "target: reading weights"))
-        stand.core.outbox.put(WorkersChanged((worker_stats("target"),), True))
+        stand.core.outbox.put(WorkersChanged((worker_stats("target", "starting"),), "target: reading weights"))
+        stand.core.outbox.put(WorkersChanged((worker_stats("target"),)))
         client.hear_until(Done)
     assert stand.announced[0] == Stage("target: reading weights") and isinstance(stand.announced[1], ServerReady)
 
 
 def test_losing_a_drafter_does_not_stop_requests(stand, codec):
     stand.core.play = says(codec, "x")
-    stand.core.outbox.put(WorkersChanged((worker_stats("target"), worker_stats("draft", "lost")), False))
+    stand.core.outbox.put(WorkersChanged((worker_stats("target"), worker_stats("draft", "lost"))))
     assert stand.client().generate("x").text == "x"
 
 
@@ -387,7 +387,7 @@ def test_fatal_loss_fails_running_and_waiting_requests(stand):
         client.say(ask("runs"))
         client.say(ask("waits"))
         stand.core.wait_for(Admit)
-        stand.core.outbox.put(WorkersChanged((), False, fatal="the target is gone"))
+        stand.core.outbox.put(WorkersChanged((), fatal="the target is gone"))
         failed = {client.hear_until(Failed)[-1].request for _ in range(2)}
         assert failed == {"runs", "waits"}
         client.say(ask("late"))

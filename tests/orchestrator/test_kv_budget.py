@@ -62,7 +62,7 @@ def test_request_waits_until_its_text_fits_beside_the_others(make_stand):
     """Places are left all the time; it is the memory of three texts that is not."""
     stand = make_stand(max_active=8).start(ready=False)
     limit = 2 * KvCost(1000, 40).of(50)
-    stand.lines.events.put(WorkersChanged(WORKERS, True, kv_budget=kv_budget(limit, WORKERS, 0)))
+    stand.lines.events.put(WorkersChanged(WORKERS, kv_budget=kv_budget(limit, WORKERS, 0)))
     with RawClient(stand.endpoint) as client:
         for name in ("a", "b", "c"):
             client.say(ask(name, max_tokens=48))
@@ -80,7 +80,7 @@ def test_request_waits_until_its_text_fits_beside_the_others(make_stand):
 def test_oversized_prompt_is_refused_and_oversized_output_is_cut(stand, codec):
     stand.core.play = lambda admit: []
     budget = kv_budget(KvCost(1000, 40).of(20), WORKERS, 0)
-    stand.lines.events.put(WorkersChanged(WORKERS, True, kv_budget=budget))
+    stand.lines.events.put(WorkersChanged(WORKERS, kv_budget=budget))
     while stand.admission.kv_budget is None:
         stand.client().stats()
     with pytest.raises(InvalidRequest, match=r"too long: 20 tokens > 19 maximum; .* in the 0\.0 MB of"):
@@ -95,7 +95,7 @@ def test_oversized_prompt_is_refused_and_oversized_output_is_cut(stand, codec):
 
 def test_cluster_without_room_for_one_context_does_not_start(make_stand):
     stand = make_stand(kv_memory=20_000).start(ready=False)
-    stand.lines.events.put(WorkersChanged(WORKERS, True, kv_budget=kv_budget(20_000, WORKERS, 0)))
+    stand.lines.events.put(WorkersChanged(WORKERS, kv_budget=kv_budget(20_000, WORKERS, 0)))
     with pytest.raises(WorkerError, match=r"kv_memory is 0\.0 MB"):
         stand.client().generate("x")
     assert [told.kind for told in stand.announced if isinstance(told, Failure)] == ["InvalidRequest"]

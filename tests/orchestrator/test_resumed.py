@@ -125,7 +125,7 @@ def test_dead_server_is_skipped(stands: Callable[..., list[Stand]]) -> None:
 
 def known_as(stand: Stand, fingerprint: str) -> None:
     workers = (replace(worker_stats("target"), fingerprint=fingerprint), worker_stats("draft"))
-    stand.lines.events.put(WorkersChanged(workers, True))
+    stand.lines.events.put(WorkersChanged(workers))
 
 
 def test_server_with_other_weights_is_skipped(stands: Callable[..., list[Stand]]) -> None:

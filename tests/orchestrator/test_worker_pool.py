@@ -51,6 +51,7 @@ from outrider.protocol.messages import (
     Shutdown,
     Span,
     Welcome,
+    is_serving,
 )
 from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.stats import KvCost
@@ -203,6 +204,10 @@ class PoolHarness:
         assert peer.hello(name) == Welcome(name, round(1000 * self.pool.ping_interval_s))
         return peer
 
+    @property
+    def ready(self) -> bool:
+        return is_serving(self.pool.stats())
+
     def states(self) -> dict[str, str]:
         return {worker.name: worker.state for worker in self.pool.stats()}
 
@@ -254,20 +259,20 @@ def harness(make_harness: Callable[..., PoolHarness]) -> PoolHarness:
 
 
 def test_a_cluster_is_ready_with_the_workers_it_started(harness: PoolHarness) -> None:
-    assert not harness.pool.ready and not harness.pool.has_target()
+    assert not harness.ready and not harness.pool.has_target()
     harness.worker("target-0")
     harness.worker("draft-0")
-    assert harness.pool.ready and harness.pool.has_target() and harness.pool.drafters() == {"draft-0"}
+    assert harness.ready and harness.pool.has_target() and harness.pool.drafters() == {"draft-0"}
 
 
 def test_cluster_starts_without_a_draft_model_that_cannot_draft(harness: PoolHarness) -> None:
     draft = Peer(harness, "draft", harness.spawned["draft-0"][0])
     draft.say(Fault(None, "a llama4 model can't draft", dispensable=True))
     harness.settle()
-    assert not harness.pool.ready
+    assert not harness.ready
     harness.worker("target-0")
     harness.spawned["draft-0"][1].code = 3
-    assert harness.pool.ready and harness.losses() == [] and harness.pool.drafters() == set()
+    assert harness.ready and harness.losses() == [] and harness.pool.drafters() == set()
     assert harness.pool.notes() == ["no draft model: a llama4 model can't draft"]
 
 
@@ -350,16 +355,16 @@ def test_awaited_target_joins_and_rejoins_with_the_same_files(
     harness = make_harness(await_target=True, model=str(tmp_path), draft_backend="ngram")
     impostor = Peer(harness, "draft", 9).hello("target-0")
     assert isinstance(impostor, Shutdown) and "the name target-0 is the target's" in impostor.reason
-    assert harness.starts == [] and not harness.pool.ready and harness.pool.endpoint in harness.pool.stage
+    assert harness.starts == [] and not harness.ready and harness.pool.endpoint in harness.pool.stage
     assert ("WARNING", harness.pool.stage) in [(record.levelname, record.message) for record in caplog.records]
     other = Peer(harness, "target", 1).hello(files="0123-4567")
     assert isinstance(other, Shutdown) and "expected the same files on both" in other.reason
     first = Peer(harness, "target", 2)
-    assert first.hello(files=files + "77") == welcome("target-0") and harness.pool.ready and harness.losses() == []
+    assert first.hello(files=files + "77") == welcome("target-0") and harness.ready and harness.losses() == []
     second = Peer(harness, "target", 3).hello(files=files + "77")
     assert isinstance(second, Shutdown) and "already has a target" in second.reason
     (loss,) = harness.pass_time(FROZEN_AFTER_PINGS + LOST_AFTER_PINGS)
-    assert loss.gone and not loss.fatal and harness.states() == {"target-0": "restarting"} and not harness.pool.ready
+    assert loss.gone and not loss.fatal and harness.states() == {"target-0": "restarting"} and not harness.ready
     changed = Peer(harness, "target", 4).hello(files=files + "88")
     assert isinstance(changed, Shutdown) and "came back with another model" in changed.reason
     assert Peer(harness, "target", 5).hello(files=files + "77") == welcome("target-0")
@@ -580,10 +585,10 @@ def test_dead_worker_is_restarted_in_its_place(harness: PoolHarness, name: str) 
         and harness.pool.target_context == 100
         and harness.pool.kv_budget == budget
     )
-    assert harness.pool.has_target() is (name != "target-0") and harness.pool.ready is False
+    assert harness.pool.has_target() is harness.ready is (name != "target-0")
     harness.arrived.clear()
     harness.worker(name)
-    assert harness.losses() == [] and harness.arrived == [name] and harness.pool.ready
+    assert harness.losses() == [] and harness.arrived == [name] and harness.ready
     assert {worker.name: worker.restarts for worker in harness.pool.stats()}[name] == 1
 
 
@@ -692,7 +697,7 @@ def test_draft_and_prefill_workers_are_restarted_without_limit(
         assert harness.starts[before:] == [name]
         harness.worker(name)
     assert "died 48 times in a row, and the next start is in 60 s" in loss.why
-    assert harness.pool.ready and harness.pool.notes() == []
+    assert harness.ready and harness.pool.notes() == []
 
 
 def load_fails(harness: PoolHarness, *, says: str, code: int = 3, times: int = 1) -> list[WorkerLoss]:
@@ -715,7 +720,7 @@ def test_drafter_with_repeated_identical_load_failures_is_given_up(harness: Pool
     (last,) = load_fails(harness, says="no model at /x")
     assert not last.fatal and harness.states()["draft-0"] == "lost" and harness.pool.has_target()
     assert last.why == "no model at /x; it died 6 times in a row, and it is not started again"
-    assert harness.pool.notes() == [f"no draft model: {last.why}"] and harness.pool.ready
+    assert harness.pool.notes() == [f"no draft model: {last.why}"] and harness.ready
     before = len(harness.starts)
     wait(harness, 1000)
     assert len(harness.starts) == before
@@ -795,7 +800,7 @@ def test_head_with_mismatched_target_features_is_refused(harness: PoolHarness, f
     assert ["expected the same head and the same model on both sides" in loss.why for loss in losses] == [True] * bool(
         reads
     )
-    assert harness.pool.ready
+    assert harness.ready
 
 
 def test_dismissed_head_learns_the_reason_when_it_comes_back(harness: PoolHarness) -> None:
@@ -858,7 +863,7 @@ def test_joined_drafter_with_too_many_invalid_messages_is_dismissed(harness: Poo
 
 def test_own_drafter_with_too_many_invalid_messages_is_not_restarted(harness: PoolHarness) -> None:
     harness.worker("target-0"), harness.worker("draft-0")
-    assert harness.pool.ready
+    assert harness.ready
     for _ in range(MAX_INVALID_MESSAGES):
         harness.pool.record_invalid("draft-0", "round")
     [loss] = harness.losses()

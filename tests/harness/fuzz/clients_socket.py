@@ -62,7 +62,7 @@ class ReadyCore:
     def __init__(self, inbox: Mailbox[ToCore], outbox: Mailbox[ToFront]) -> None:
         self._inbox, self._outbox = inbox, outbox
         target = WorkerStats("target", "target-0", "ready", 1, "", "", VOCABULARY, 8192, 1, 1, "")
-        outbox.put(WorkersChanged((target,), True))
+        outbox.put(WorkersChanged((target,)))
 
     def run(self) -> None:
         while True:

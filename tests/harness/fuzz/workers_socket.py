@@ -20,7 +20,7 @@ from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import now
 from outrider.protocol.codec import MESSAGES
-from outrider.protocol.messages import Failed, Shutdown
+from outrider.protocol.messages import Failed, Shutdown, is_serving
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.worker_link import INCARNATION_BITS
@@ -84,7 +84,7 @@ class WorkersSocketFuzz:
         self._committed: dict[str, int] = {}
         for _ in range(200):
             self._exchange(WAIT_MS)
-        if not self._pool.ready:
+        if not is_serving(self._pool.stats()):
             raise FuzzFailure("the stand-in workers were not accepted")
 
     def send_broken(self) -> None:
