@@ -187,15 +187,15 @@ def _version(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport:
-    """`model` is the draft of the placements; None: no draft was named, so there are none."""
+    """`model` is the draft of the placements."""
 
     machine: Machine
-    model: str | None
+    model: str
     placements: tuple[Placement, ...]
 
 
-def create_report(model: str | None, try_now: bool) -> DoctorReport:
-    """Inspects the machine and, with a draft `model` (a directory), the devices that it could run on.
+def create_report(model: str, try_now: bool) -> DoctorReport:
+    """Inspects the machine, and the devices that the draft `model` (a directory) could run on.
 
     Args:
         try_now: convert the draft if necessary, and try every Core ML unit; takes minutes on a first run.
@@ -204,8 +204,6 @@ def create_report(model: str | None, try_now: bool) -> DoctorReport:
         ModelError: there is no such model.
     """
     machine = inspect_machine()
-    if model is None:
-        return DoctorReport(machine, None, ())
     checkpoint = find_model_folder(model)
     places = [measure_device(checkpoint, mx.cpu)]
     if machine.mlx_device == "gpu":
@@ -221,7 +219,7 @@ def create_report(model: str | None, try_now: bool) -> DoctorReport:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.doctor", description=__doc__)
-    parser.add_argument("--model", help="the draft: a model directory")
+    parser.add_argument("--model", required=True, help="the draft: a model directory")
     parser.add_argument("--probe", action="store_true", help="convert it and try Core ML, which can take minutes")
     options = parser.parse_args()
     try:

@@ -85,9 +85,8 @@ def _format_report(report: dict[str, Any]) -> str:
         ("mode auto", _describe_learned()),
     ]
     lines = [f"{name:12} {value}" for name, value in rows]
-    if report["placements"]:
-        lines += ["", f"drafting with {report['model']}: milliseconds for 1 token, and for 8 tokens at once"]
-        lines += [_format_placement(place) for place in report["placements"]]
+    lines += ["", f"drafting with {report['model']}: milliseconds for 1 token, and for 8 tokens at once"]
+    lines += [_format_placement(place) for place in report["placements"]]
     lines += [_describe_head(head, kind) for head, kind in report["heads"].items()]
     return "\n".join(lines)
 

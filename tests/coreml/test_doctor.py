@@ -25,9 +25,10 @@ from tests.coreml.conftest import GOOD, SIZES, Bench
 from tools import coreml_survey as survey
 
 
-def test_doctor_prints_the_machine_as_json(tmp_path: Path) -> None:
+def test_doctor_prints_the_machine_as_json(tiny_model: Callable[..., Path]) -> None:
+    model = str(tiny_model("llama", **SIZES))
     done = subprocess.run(
-        [sys.executable, "-m", "outrider.engine.models_only", "outrider.drafters.coreml.doctor"],
+        [sys.executable, "-m", "outrider.engine.models_only", "outrider.drafters.coreml.doctor", "--model", model],
         capture_output=True,
         text=True,
         timeout=200,
@@ -35,7 +36,7 @@ def test_doctor_prints_the_machine_as_json(tmp_path: Path) -> None:
     )
     assert done.returncode == 0 and done.stderr == ""
     found: dict[str, Any] = json.loads(done.stdout)
-    assert found["placements"] == [] and found["model"] is None
+    assert found["placements"] and found["model"] == model
     report = found["machine"]
     assert report["chip"] and report["cores"] >= 1 and report["memory_bytes"] > 2**30 and report["build"]
     assert set(report["libraries"]) == {"mlx", "mlx-lm", "coremltools", "numpy"}
