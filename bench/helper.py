@@ -81,10 +81,6 @@ class HelperProcess:
         return answer
 
 
-def say_ready() -> None:
-    print(json.dumps({"ready": True}), flush=True)
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("peer", help="the engine's class, as MODULE:CLASS")
     parser.add_argument("given", type=json.loads, help="its arguments, as JSON")
@@ -93,7 +89,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Reports readiness, then answers every line of stdin: one prompt by the peer's `run`, many by its `batch`."""
     peer = resolve_name(options.peer)(**options.given)
-    say_ready()
+    print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps((peer.batch if "batch" in request else peer.run)(**request)), flush=True)

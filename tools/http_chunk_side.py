@@ -15,7 +15,6 @@ from threading import Thread
 
 import zmq
 
-from outrider.bench.helper import say_ready
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
@@ -61,7 +60,7 @@ def main() -> None:
         Thread(target=orchestrate, args=(socket, pace), daemon=True).start()
         process = listener.serve(endpoint, find_model(str(TINY_TARGET)), Path(folder), "warning")
         reader, clock = EventReader(listener.url), cpu_clock_id(process.pid)
-        say_ready()
+        print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             pace.update(json.loads(line))
             before = time.clock_gettime_ns(clock)
