@@ -1,4 +1,4 @@
-"""Converts an mlx-lm model to a Core ML package, with a progress bar on stderr and one JSON object on stdout."""
+"""Converts an mlx-lm model to a Core ML package, with its progress on stderr and one JSON object on stdout."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import time
 from pathlib import Path
 
 from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHT_FORMATS, Mode, Options
-from outrider.orchestrator.cli.terminal import can_erase, say
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pairing.model_files import find_model
-
-_BAR_WIDTH = 30
 
 
 def run(options: argparse.Namespace) -> int:
@@ -19,8 +17,15 @@ def run(options: argparse.Namespace) -> int:
     wanted = Options(Mode(options.mode), options.weights, options.context)
     from outrider.drafters.coreml.converter import convert  # deferred: imports MLX and coremltools
 
-    progress = None if options.quiet else _show_progress
-    manifest = convert(find_model(options.model).folder, options.out, wanted, progress, options.mlx_out)
+    screen = Screen(live=not options.quiet)
+
+    def show(stage: str, done: int, total: int) -> None:
+        screen.show(f"{stage}: {done} of {total}")
+
+    try:
+        manifest = convert(find_model(options.model).folder, options.out, wanted, show, options.mlx_out)
+    finally:
+        screen.clear()
     size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())
     result = {
         "package": str(options.out), "source": manifest.source, "family": manifest.layout.architecture.family,
@@ -45,14 +50,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, metavar="N", help=positions)
     twin = "also write an mlx-lm checkpoint with the same numbers (default: none)"
     parser.add_argument("--mlx-out", type=Path, metavar="PATH", help=twin)
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-
-
-def _show_progress(stage: str, done: int, total: int) -> None:
-    """Draws a progress bar on a terminal, and writes a line for each stage anywhere else."""
-    filled = _BAR_WIDTH * done // max(total, 1)
-    line = f"{stage:16} [{'#' * filled}{' ' * (_BAR_WIDTH - filled)}] {done}/{total}"
-    if can_erase():
-        say(f"\r\033[K{line}", end="\n" if done == total else "")
-    elif done == total:
-        say(line)
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
