@@ -6,7 +6,6 @@ control of every host, so its file must be readable only by its owner.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import platform
@@ -28,7 +27,7 @@ from outrider import __version__
 from outrider.orchestrator.machine.spawn import child_environment
 from outrider.protocol import keys, values
 from outrider.protocol.digest import replace_file
-from outrider.protocol.endpoints import Tcp, listen_error
+from outrider.protocol.endpoints import Tcp, is_local, listen_error
 from outrider.protocol.errors import EndpointError, InvalidRequest, KeyFault
 
 MAX_AMOUNT = 1_000_000
@@ -266,10 +265,7 @@ def check_port(port: int) -> None:
 
 def is_loopback(address: str) -> bool:
     """Returns whether HOST:PORT is reachable only from this host."""
-    try:
-        return ipaddress.ip_address(address.rpartition(":")[0]).is_loopback
-    except ValueError:
-        return False
+    return is_local(Tcp(address.rpartition(":")[0], 0))
 
 
 def set_ray_environment(environment: Mapping[str, str]) -> None:
