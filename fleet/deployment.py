@@ -32,7 +32,7 @@ from outrider.fleet.membership import FleetHead, RayNode
 from outrider.fleet.plan import FleetPlan, Placed, check_fits, read_plan
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, find_class
+from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, find_class, first_line
 from outrider.protocol.messages import Stats
 
 MAX_ONGOING_REQUESTS = 10_000
@@ -137,7 +137,7 @@ def connect_to_ray(address: str) -> Iterator[None]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, ConnectionError, RuntimeError) as error:
-        raise EndpointError(f"the head at {address} does not answer ({first_line(str(error))})") from None
+        raise EndpointError(f"the head at {address} does not answer ({first_line(error)})") from None
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -196,7 +196,7 @@ def _wait_until_running(show: Callable[[str], None], wait: float) -> None:
                 return
             if found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 message = "\n".join([found.message, *(part.message for part in found.deployments.values())])
-                sentence = f"the fleet can't start: {first_line(message)}; expected another fleet.yaml"
+                sentence = f"the fleet can't start: {first_line(WorkerError(message))}; expected another fleet.yaml"
                 raise find_error(message) or WorkerError(sentence)
             show(describe_progress(found))
         if time.monotonic() > until:
@@ -224,11 +224,6 @@ def find_error(message: str) -> OutriderError | None:
         if (kind := find_class(name)) is not None:
             return kind(sentence)
     return None
-
-
-def first_line(message: str) -> str:
-    """Returns the first line of a message."""
-    return next((line.strip() for line in message.splitlines() if line.strip()), "no message")[:300]
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +291,7 @@ def get_overview(address: str) -> Overview:
         parts = []
         for name, part in sorted(found.deployments.items()):
             running, wanted = part.replica_states.get("RUNNING", 0), sum(part.replica_states.values())
-            why = find_error(part.message) or first_line(part.message) if part.message else ""
+            why = find_error(part.message) or first_line(WorkerError(part.message)) if part.message else ""
             parts.append(PartRow(name, str(part.status.value).lower(), running, wanted, str(why)))
         return Overview(hosts, str(found.status.value), tuple(engines), tuple(parts), tuple(ingresses))
 
