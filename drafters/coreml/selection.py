@@ -134,7 +134,8 @@ def select_package(packages: PackageSource, progress: ProgressCallback, thorough
     chosen: TrialResult | None = None
     for units in PREFERRED_UNITS:
         if chosen is None or thorough:
-            known = [] if thorough else _kept_results(packages, kept, units)
+            converted = [] if thorough else list(filter(packages.is_converted, packages.variants))
+            known = [row for form in converted if (row := kept.find(packages.get(form), units)) is not None]
             tried = known if select_fastest(known) else _run_trials(packages, kept, units, progress, thorough)
             chosen = chosen or select_fastest(tried)
             rows += tried
@@ -146,12 +147,6 @@ def select_package(packages: PackageSource, progress: ProgressCallback, thorough
         return Selection(f"Core ML does not help this draft on this machine; drafting with MLX instead ({rejections})")
     sentence = f"drafting with Core ML on {chosen.units}, {chosen.options}, {chosen.trial.ms['q1']:.2f} ms a token"
     return Selection(f"{sentence} ({rejections})" if rejections else sentence, packages.get(chosen.options), chosen)
-
-
-def _kept_results(packages: PackageSource, kept: TrialStore, units: str) -> list[TrialResult]:
-    """Returns the kept results of the packages that exist."""
-    converted = [packages.get(form) for form in packages.variants if packages.is_converted(form)]
-    return [row for package in converted if (row := kept.find(package, units)) is not None]
 
 
 def _run_trials(

@@ -176,8 +176,7 @@ class TrialStore:
             self.rows = msgspec.convert(json.loads(self._file.read_text(encoding="utf-8")), list[TrialResult])
 
     def find(self, package: Package, units: str) -> TrialResult | None:
-        found = (row for row in self.rows if (row.key, row.units) == (package.manifest.key, units))
-        return next(found, None)
+        return next((row for row in self.rows if (row.key, row.units) == (package.manifest.key, units)), None)
 
     def add(self, row: TrialResult) -> None:
         """Keeps `row`, in the place of an earlier one of the same package and unit."""
