@@ -80,9 +80,8 @@ class Core:
         """Runs until Quit; always ends the workers that it started."""
         gc.freeze()  # excludes all present objects from collections: a full one takes milliseconds
         poller = zmq.Poller()
-        poller.register(self.pool.socket, zmq.POLLIN)
-        poller.register(self._inbox.wake, zmq.POLLIN)
-        poller.register(self.pool.router.monitor, zmq.POLLIN)
+        for socket in (self.pool.socket, self._inbox.wake, self.pool.router.monitor):
+            poller.register(socket, zmq.POLLIN)
         try:
             self.pool.start()
             running = True
