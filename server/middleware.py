@@ -150,7 +150,7 @@ def _convert_head_to_get(scope: Scope, send: Send) -> Send:
 def _is_known_host(host: str, hosts: set[str]) -> bool:
     """Protects against DNS rebinding: only known names and IP addresses are accepted."""
     name = host.rpartition(":")[0] if host.count(":") == 1 or "]:" in host else host
-    name = name.strip("[]").lower()
+    name = name.strip("[]").removesuffix(".").lower()
     if name in hosts or not name:
         return True
     try:

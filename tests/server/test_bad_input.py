@@ -665,9 +665,11 @@ def test_api_key_is_required_when_configured(chatty: ServedModel) -> None:
     [
         ("127.0.0.1:8080", 200),
         ("localhost", 200),
+        ("localhost.:8080", 200),
         ("[::1]:8080", 200),
         ("evil.example", 403),
         ("evil.example:8080", 403),
+        ("evil.example.:8080", 403),
     ],
 )
 def test_a_foreign_host_name_is_refused(chatty: ServedModel, host: str, status: int) -> None:
