@@ -93,9 +93,17 @@ class Block(ContentPart):
         return self
 
 
+class OutputConfig(LooseSchema):
+    effort: str | None = None
+    format: JsonObject | None = None
+
+
 class Turn(LooseSchema):
+    """A message. One of the system may have an effort instead of `content`; it holds until another one changes it."""
+
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], bounded()]
+    content: str | Annotated[list[Block], bounded()] | None = None
+    output_config: OutputConfig | None = None
     clear_at: Literal["next_user_message", "never"] | None = Field(None, description="when a system turn is left out")
 
 
@@ -107,11 +115,6 @@ class ToolChoice(LooseSchema):
 
 class Thinking(LooseSchema):
     type: Literal["enabled", "adaptive", "disabled"]
-
-
-class OutputConfig(LooseSchema):
-    effort: str | None = None
-    format: JsonObject | None = None
 
 
 class CountTokensRequest(ApiRequest):
@@ -342,10 +345,12 @@ def to_conversation(model: ServedModel, payload: CountTokensRequest) -> Template
             continue
         for message in _convert_turn(turn, f"messages.{place}.content"):
             add_turn(messages, message)
+    configs = [payload.output_config, *(turn.output_config for turn in payload.messages)]
+    efforts = [config.effort for config in configs if config is not None and config.effort is not None]
     keywords = template_keywords(
         payload.chat_template_kwargs,
         enable_thinking=payload.thinking.type != "disabled" if payload.thinking is not None else None,
-        reasoning_effort=payload.output_config.effort if payload.output_config is not None else None,
+        reasoning_effort=efforts[-1] if efforts else None,
     )
     last = messages[-1] if messages else {}
     continue_final = last.get("role") == "assistant" and not last.get("tool_calls") and bool(last["content"])
@@ -354,7 +359,9 @@ def to_conversation(model: ServedModel, payload: CountTokensRequest) -> Template
 
 def _convert_turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
     """Converts one turn to messages. Tool results are messages of their own, before the user's text."""
-    blocks = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
+    if turn.content is None and (turn.role != "system" or turn.output_config is None):
+        raise Refused(f"{where}: Field required", where)
+    blocks = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content or []
     results = [block for block in blocks if block.type == "tool_result"]
     calls = [block for block in blocks if block.type == "tool_use"]
     thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
@@ -365,7 +372,7 @@ def _convert_turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
     if turn.role == "assistant":
         made = [past_tool_call(block.name or "", block.input or {}, block.id) for block in calls]
         yield assistant_message(text, made, "".join(thoughts))
-    elif rest or not blocks:
+    elif text or (turn.role == "user" and (rest or not blocks)):
         yield {"role": turn.role, "content": text}
 
 

@@ -615,6 +615,26 @@ def test_a_system_turn_is_hidden_after_the_user_turn_for_which_it_holds(chatty: 
     assert messages.to_conversation(chatty, never).messages[0]["content"].startswith("Be brief.")
 
 
+@pytest.mark.parametrize("more", [{}, {"content": []}, {"content": ""}])
+def test_the_last_effort_of_a_system_turn_holds_and_its_empty_text_is_left_out(
+    chatty: ServedModel, more: dict[str, Any]
+) -> None:
+    efforts = [{"role": "system", "output_config": {"effort": effort}, **more} for effort in ("low", "max")]
+    said = [*CHAT_BODY["messages"], efforts[0], {"role": "assistant", "content": "Yes."}, efforts[1]]
+    for turns, expected in ((said[:2], "low"), ([*said, *CHAT_BODY["messages"]], "max"), (said[:1], "high")):
+        asked = {"messages": turns, "max_tokens": 5, "output_config": {"effort": "high"}}
+        talk = messages.to_conversation(chatty, MessagesRequest.model_validate(asked))
+        assert talk.keywords == {"reasoning_effort": expected}
+        assert all(message["role"] != "system" for message in talk.messages)
+
+
+def test_a_turn_without_content_is_refused(ask: Ask) -> None:
+    for turn in ({"role": "user"}, {"role": "system", "output_config": None}, {"role": "assistant", "content": None}):
+        refused = ask(CLAUDE, json={**PATHS[CLAUDE], "messages": [*CHAT_BODY["messages"], turn]})
+        assert refused.status_code == 400
+        assert error_message(refused, anthropic=True) == "messages.1.content: Field required"
+
+
 def test_truncation_auto_and_disabled_are_accepted(ask: Ask) -> None:
     for truncation, status in (("auto", 503), ("disabled", 503), ("sometimes", 400)):
         assert ask(RESPOND, json={"input": "x", "truncation": truncation}).status_code == status

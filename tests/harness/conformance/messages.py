@@ -189,6 +189,15 @@ def _(at: Servers) -> None:
 
 @cases.add(ANTHROPIC)
 def _(at: Servers) -> None:
+    """A system turn may set the effort without a text, which adds nothing to the prompt."""
+    turns = [*HELLO, {"role": "system", "content": [], "output_config": {"effort": "low"}}]
+    counts = [at.chat.whole(COUNT, messages=messages)["input_tokens"] for messages in (HELLO, turns)]
+    equal(counts[1], counts[0], "the prompt's length")
+    ask(at, messages=turns)
+
+
+@cases.add(ANTHROPIC)
+def _(at: Servers) -> None:
     """A message cut off by max_tokens has stop reason max_tokens."""
     answer = ask(at, chat_template_kwargs=ENDLESS, max_tokens=4)
     equal((answer["stop_reason"], answer["usage"]["output_tokens"]), ("max_tokens", 4), "the end")
