@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from outrider import __version__
 from outrider.orchestrator.http_settings import HttpSettings
@@ -28,6 +31,8 @@ if TYPE_CHECKING:  # OpenTelemetry is optional
 
 MIN_COMPRESSED_BYTES = 16_384
 """Responses of at least this many bytes are compressed. Event streams never are."""
+
+_REFUSED_GZIP = re.compile(r"gzip\s*;\s*q=0(\.0*)?\s*(,|$)", re.IGNORECASE)
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +61,7 @@ def build_app(
     for kind in (OutriderError, HTTPException, Exception):
         app.add_exception_handler(kind, _handle_error)
     app.add_exception_handler(ClientDisconnect, _handle_disconnect)
-    app.add_middleware(GZipMiddleware, minimum_size=MIN_COMPRESSED_BYTES, compresslevel=5)
+    app.add_middleware(_Compression, minimum_size=MIN_COMPRESSED_BYTES, compresslevel=5)
     app.add_middleware(AuthMiddleware, settings=settings)
     app.add_middleware(AccessLogMiddleware, metrics=metrics, tracing=tracing)
     if settings.cors_origins:
@@ -69,6 +74,14 @@ def build_app(
             expose_headers=["x-request-id", "retry-after"],
         )
     return app
+
+
+class _Compression(GZipMiddleware):
+    """Compresses answers, but not for a client that refuses gzip by `q=0`."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused = _REFUSED_GZIP.search(Headers(scope=scope).get("accept-encoding", ""))
+        await (self.app if refused else super().__call__)(scope, receive, send)
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
