@@ -237,10 +237,10 @@ def draw(sections: Sequence[Section], title: str) -> Figure:
     lines = -(-len(sections) // columns)
     longest = max(len(found.rows) for found in sections)
     figure = picture.create_figure(6.4 * columns, lines * (1.4 + 0.34 * longest) + 0.4)
-    panels = figure.subplots(lines, columns, squeeze=False, sharex=True).flat
+    panels = list(figure.subplots(lines, columns, squeeze=False, sharex=True).flat)
     for axes, found in zip(panels, sections, strict=False):
         _draw_panel(axes, found)
-    for axes in list(panels)[len(sections) :]:
+    for axes in panels[len(sections) :]:
         axes.set_visible(False)
     figure.suptitle(title, fontsize=10)
     return figure

@@ -51,7 +51,9 @@ def test_each_runner_is_in_the_table_for_its_cores() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_picture_is_drawn_for_any_number_of_tables(tmp_path: Path, count: int) -> None:
-    picture.save(report.draw([made()] * count, "test"), tmp_path / "bench.png")
+    figure = report.draw([made()] * count, "test")
+    assert sum(axes.get_visible() for axes in figure.axes) == count
+    picture.save(figure, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
