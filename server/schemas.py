@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.orchestrator.http_settings import MAX_WAIT_SECONDS
@@ -48,7 +48,7 @@ ContextSize = Annotated[int, _sampling_bounds("repetition_context_size")]
 
 
 def bounded(most: int = MAX_MESSAGES, least: int = 0) -> Any:
-    """Limits a list's length. Validation stops at the first error: a large body can have a million of them."""
+    """Limits the length of a list or dict. Validation stops at the first error: a large body can have a million."""
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
@@ -61,15 +61,10 @@ class StrictSchema(BaseModel):
     @classmethod
     def _check_field_count(cls, given: Any) -> Any:
         """Limits the number of fields first, because each unknown one is reported."""
-        return check_field_count(given, MAX_FIELDS)
-
-
-def check_field_count(given: Any, most: int) -> Any:
-    """Rejects an object with more than `most` fields before any is validated."""
-    if isinstance(given, dict) and len(given) > most:
-        limits = {"count": len(given), "most": most}
-        raise PydanticCustomError("too_many_fields", "there are {count} fields; expected at most {most}", limits)
-    return given
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            limits = {"count": len(given), "most": MAX_FIELDS}
+            raise PydanticCustomError("too_many_fields", "there are {count} fields; expected at most {most}", limits)
+        return given
 
 
 class ApiRequest(StrictSchema):
@@ -128,11 +123,7 @@ def omit_if_none() -> Any:
 
 
 Stops = Annotated[list[Stop], bounded(MAX_STOPS)]
-LogitBias = Annotated[
-    dict[str, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]],
-    Field(max_length=MAX_BIASES),
-    BeforeValidator(lambda given: check_field_count(given, MAX_BIASES)),
-]
+LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]], bounded(MAX_BIASES)]
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], bounded(1000, least=1)]
 """The possible texts of an answer."""
 
