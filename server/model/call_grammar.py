@@ -336,11 +336,10 @@ def arguments_of(function: dict[str, Any], strict: bool) -> Schema:
         InvalidRequest: the schema does not describe an object.
     """
     schema = _prune(function["parameters"], lambda key, _: key in _ANNOTATION_KEYS)
-    schema = close_objects(schema if strict else drop_unreadable(schema))
+    schema = _close_object(close_objects(schema if strict else drop_unreadable(schema)))
     if "object" not in (kind := schema.get("type", "object")):
         raise InvalidRequest(f"the arguments have type {kind!r}; expected the schema of an object")
-    closed = {"additionalProperties": False} if "properties" in schema and not set(schema) - _PLAIN_OBJECT_KEYS else {}
-    return {**schema, "type": "object", **closed, "x-guidance": {**JSON_WHITESPACE, "lenient": not strict}}
+    return {**schema, "type": "object", "x-guidance": {**JSON_WHITESPACE, "lenient": not strict}}
 
 
 def _write_call(rules: Rules, style: CallStyle, function: dict[str, Any], strict: bool) -> str:
@@ -412,7 +411,12 @@ def _prune(schema: Any, unwanted: Callable[[str, Any], bool], closes: bool = Fal
             found[key] = {name: _prune(value[name], unwanted, closes) for name in kept}
         elif not unwanted(key, value):
             found[key] = value if key in _LITERAL_KEYS else _prune(value, unwanted, inside)
-    listed, needed = found.get("properties"), found.get("required", [])
-    if closes and isinstance(listed, dict) and isinstance(needed, list) and not set(found) - _CLOSABLE_KEYS:
-        return {**found, **({"additionalProperties": False} if {*map(str, needed)} <= {*listed} else {})}
-    return found
+    return _close_object(found) if closes else found
+
+
+def _close_object(schema: Schema) -> Schema:
+    """Excludes the properties that a plain object does not list, unless it requires one of them."""
+    listed, needed = schema.get("properties"), schema.get("required", [])
+    if not isinstance(listed, dict) or not isinstance(needed, list) or set(schema) - _CLOSABLE_KEYS:
+        return schema
+    return {**schema, "additionalProperties": False} if {*map(str, needed)} <= {*listed} else schema

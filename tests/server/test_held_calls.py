@@ -290,6 +290,16 @@ def test_unsatisfiable_tool_schema_error_names_the_tool(tmp_path: Path, paramete
     assert refused.value.param == "tools"
 
 
+def test_a_call_may_require_an_argument_that_its_schema_does_not_list(tmp_path: Path) -> None:
+    model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
+    box = Toolbox((function("f", None, {"properties": {"x": {"type": "boolean"}}, "required": ["y"]}),), required=True)
+    grammar = build_answer_grammar(model.served, TokenizedPrompt(()), box, None)
+    assert grammar is not None
+    for arguments, is_allowed in (('{"x": true, "y": 1}', True), ('{"y": 1}', True), ('{"x": true}', False)):
+        call = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+        assert accepts(model, grammar, call) is is_allowed
+
+
 def test_a_strict_tool_enforces_its_whole_schema(tmp_path: Path) -> None:
     """Other tools' schemas lose what the library does not support."""
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
