@@ -17,7 +17,7 @@ from starlette.types import Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from outrider.server.middleware import fresh_id
-from outrider.server.problems import Problem, is_anthropic
+from outrider.server.problems import Problem
 
 log = logging.getLogger(__name__)
 
@@ -122,16 +122,10 @@ class Connection(H11Protocol):
     def _reject(self, problem: Problem) -> None:
         is_known = self.conn.our_state is h11.SEND_RESPONSE
         name = fresh_id()
-        body = problem.body(is_known and is_anthropic(dict(self.scope)), name)
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "x-request-id": name,
-            "connection": "close",
-            **problem.headers,
-        }
-        answer = h11.Response(status_code=problem.status, headers=list(headers.items()))
-        for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+        answer = problem.response(dict(self.scope) if is_known else {"headers": []}, name)
+        headers = [*answer.raw_headers, (b"x-request-id", name.encode()), (b"connection", b"close")]
+        start = h11.Response(status_code=problem.status, headers=headers)
+        for event in (start, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

@@ -62,9 +62,9 @@ class Problem(OutriderError):
         error = OpenAIError(message=self.message, type=kind, param=self.param, code=self.code)
         return OpenAIErrorBody(error=error, request_id=request_id).model_dump_json().encode()
 
-    def response(self, scope: Scope) -> Response:
+    def response(self, scope: Scope, request_id: str | None = None) -> Response:
         """Returns the response to a request, in the format of its API."""
-        body = self.body(is_anthropic(scope))
+        body = self.body(is_anthropic(scope), request_id)
         return Response(body, self.status, headers=self.headers, media_type="application/json")
 
     @property
