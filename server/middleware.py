@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.process import current_request
 from outrider.server.metrics import Metrics
-from outrider.server.problems import Refused
+from outrider.server.problems import Refused, to_problem
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import Tracing
@@ -69,10 +69,9 @@ class AccessLogMiddleware:
 
         try:
             await self._app(scope, receive, answer)
-        except Exception:
-            if status == CLIENT_CLOSED_REQUEST:  # no response has started; an outer layer sends it
-                status = 500
-                self._metrics.count_response(get_route(scope), status)
+        except Exception as error:
+            if status == CLIENT_CLOSED_REQUEST:  # no response has started
+                await to_problem(error).response(scope)(scope, receive, answer)
             raise
         finally:
             if span is not None:

@@ -707,6 +707,14 @@ def test_cors_allows_only_configured_origins(chatty: ServedModel) -> None:
     assert (local.status_code, local.headers["access-control-allow-private-network"]) == (200, "true")
 
 
+def test_an_unexpected_error_is_answered_like_every_other(chatty: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CallerClients, "client", lambda *_: 1 // 0)
+    failed = asking(chatty, cors_origins=("*",))(CHAT, json=CHAT_BODY, headers={"origin": "https://page.example"})
+    assert failed.status_code == 500 and error_message(failed).startswith("the server failed to answer this request")
+    assert failed.json()["request_id"] == failed.headers["x-request-id"]
+    assert failed.headers["access-control-allow-origin"] == "*"
+
+
 def test_valid_request_id_is_kept(ask: Ask) -> None:
     assert ask("/health", "GET", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     assert ask("/health", "GET", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req_")
