@@ -57,6 +57,7 @@ class AccessLogMiddleware:
         scope.setdefault("state", {})["request_id"] = request_id
         current_request.set(request_id)
         span = scope["state"]["span"] = self._tracing.start_request(scope) if self._tracing is not None else None
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # uvicorn drops the body
         began, status = time.monotonic(), CLIENT_CLOSED_REQUEST
 
         async def answer(message: Message) -> None:
@@ -64,18 +65,18 @@ class AccessLogMiddleware:
             if message["type"] == "http.response.start":
                 status, named = message["status"], request_id.encode()
                 message["headers"] = [*message["headers"], (b"x-request-id", named), (b"request-id", named)]
-                self._metrics.count_response(get_route(scope), status)
+                self._metrics.count_response(get_route(inner), status)
             await send(message)
 
         try:
-            await self._app(scope, receive, answer)
+            await self._app(inner, receive, answer)
         except Exception as error:
             if status == CLIENT_CLOSED_REQUEST:  # no response has started
                 await to_problem(error).response(scope)(scope, receive, answer)
             raise
         finally:
             if span is not None:
-                span.end(get_route(scope), status)
+                span.end(get_route(inner), status)
             if log.isEnabledFor(logging.INFO):
                 ms = 1000 * (time.monotonic() - began)
                 path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:MAX_PATH_LENGTH]
@@ -119,7 +120,7 @@ class AuthMiddleware:
         except Refused as refused:
             await refused.response(scope)(scope, receive, send)
             return
-        await self._app(scope, receive, _convert_head_to_get(scope, send) if scope["method"] == "HEAD" else send)
+        await self._app(scope, receive, send)
 
     def _authorize(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -133,17 +134,6 @@ class AuthMiddleware:
             raise Refused(
                 "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
             )
-
-
-def _convert_head_to_get(scope: Scope, send: Send) -> Send:
-    """Turns HEAD into GET for the application, and drops the response's body."""
-    scope["method"] = "GET"
-
-    async def begin(message: Message) -> None:
-        scope["method"] = "HEAD"
-        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
-
-    return begin
 
 
 def _is_known_host(host: str, hosts: set[str]) -> bool:

@@ -159,6 +159,14 @@ def test_endless_chunked_body_is_refused(address: tuple[str, int]) -> None:
     assert status(answer) == 413
 
 
+@pytest.mark.parametrize("path", ["/openapi.json", "/page/style.css", "/nowhere"])
+def test_the_answer_to_head_has_no_body(address: tuple[str, int], path: str) -> None:
+    first = f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    answer = response_to(address, first, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    headers, _, after = answer.partition(b"\r\n\r\n")
+    assert b"content-length: 0" not in headers and after.startswith(b"HTTP/1.1 200 ")
+
+
 def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> None:
     one = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     wrong = head(TEXT, b"Content-Length: 2") + b"{}"
