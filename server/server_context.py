@@ -46,8 +46,8 @@ class CompletionBackend(Protocol):
 
 
 class CallerClients:
-    """Keeps one orchestrator client per caller, because the orchestrator is fair between clients. The least recently
-    used is dropped."""
+    """Keeps one orchestrator client per caller, because the orchestrator limits the rate of each client's messages. The
+    least recently used is dropped."""
 
     def __init__(self, endpoint: str) -> None:
         self._client_of = lru_cache(MAX_CLIENTS)(lambda caller: AsyncClient(endpoint, ORCHESTRATOR_TIMEOUT_SECONDS))
