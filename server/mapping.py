@@ -298,7 +298,8 @@ def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> Outp
     except InvalidRequest as error:
         if form.loose:
             schema = drop_unreadable(json.loads(form.grammar.text))
-            schema["x-guidance"] = {**schema.get("x-guidance", {}), "lenient": True}
+            if isinstance(options := schema.get("x-guidance", {}), dict):
+                schema["x-guidance"] = {**options, "lenient": True}
             lenient = Grammar.json_schema(schema)  # without what the library does not support
             with suppress(InvalidRequest):
                 check_grammar(lenient, model.vocabulary)

@@ -171,16 +171,17 @@ def write_between(quote: str, never: str) -> ValueWriter:
     return write
 
 
-def collect_types(schema: Schema) -> set[str]:
-    """Returns all types that a schema names; empty if it names none, or has a reference."""
-    kind, found = schema.get("type"), set[str]()
-    if "$ref" in schema or "allOf" in schema:
+def collect_types(schema: Any) -> set[str]:
+    """Returns all types that a schema names; empty if it names none, has a reference, or is no object."""
+    found = set[str]()
+    if not isinstance(schema, dict) or "$ref" in schema or "allOf" in schema:
         return found
+    kind = schema.get("type")
     values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
     found |= {kind} if isinstance(kind, str) else set(kind or ())
     found |= {_KINDS.get(type(value), "null") for value in values}
     for choice in _alternatives(schema):
-        inner = collect_types(choice) if isinstance(choice, dict) else set[str]()
+        inner = collect_types(choice)
         if not inner:
             return inner
         found |= inner
@@ -337,7 +338,7 @@ def arguments_of(function: dict[str, Any], strict: bool) -> Schema:
     """
     schema = _prune(function["parameters"], lambda key, _: key in _ANNOTATION_KEYS)
     schema = _close_object(close_objects(schema if strict else drop_unreadable(schema)))
-    if "object" not in (kind := schema.get("type", "object")):
+    if (kind := schema.get("type", "object")) != "object" and not (isinstance(kind, list) and "object" in kind):
         raise InvalidRequest(f"the arguments have type {kind!r}; expected the schema of an object")
     return {**schema, "type": "object", "x-guidance": {**JSON_WHITESPACE, "lenient": not strict}}
 

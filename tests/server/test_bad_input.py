@@ -189,6 +189,7 @@ WRONG_FOR_CHAT_AND_COMPLETIONS = [
     ({"response_format": schema({"type": "nonsense"})}, "response_format: the JSON schema can't be used: Invalid type"),
     ({"response_format": schema(False)}, "response_format: the JSON schema can't be used: Unsatisfiable"),
     ({"response_format": schema([1])}, "response_format: the schema is not an object"),
+    ({"response_format": schema({"x-guidance": None})}, "response_format: the JSON schema can't be used: invalid type"),
     ({"response_format": schema({}), "ignore_eos": True}, "ignore_eos and a grammar can't be used together"),
     ({"grammar": "root ::= x"}, "grammar: the grammar can't be used"),
     ({"grammar": ""}, "grammar: the grammar is empty"),

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -298,6 +299,18 @@ def test_a_call_may_require_an_argument_that_its_schema_does_not_list(tmp_path: 
     for arguments, is_allowed in (('{"x": true, "y": 1}', True), ('{"y": 1}', True), ('{"x": true}', False)):
         call = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
         assert accepts(model, grammar, call) is is_allowed
+
+
+@every_format
+def test_a_schema_of_wrong_types_is_refused_or_ignored(tmp_path: Path, name: str) -> None:
+    model = Model(tmp_path, name, SPECIAL[name])
+    odd = [True, None, 5, [], {"type": None}, {"type": "string", "enum": 5}]
+    of_argument = [*odd, {"anyOf": [True, {"type": "null"}]}, {"anyOf": 5}, {"const": ["x"]}, {"minLength": "x"}]
+    schemas = [{"type": "object", "properties": {"x": inner}} for inner in of_argument]
+    for schema in (*schemas, {"type": None}, {"type": "objects"}, {"properties": None}, {"x-guidance": 5}):
+        box = Toolbox((function("f", None, schema),), required=True)
+        with suppress(Refused):
+            build_answer_grammar(model.served, TokenizedPrompt(()), box, None)
 
 
 def test_a_strict_tool_enforces_its_whole_schema(tmp_path: Path) -> None:
