@@ -182,9 +182,17 @@ def shut_down(address: str) -> None:
 
 
 def ingress_urls() -> list[str]:
-    """Returns the ingresses' URLs."""
-    found = serve.get_deployment_handle("ingress", APP_NAME).broadcast("url").results(timeout_s=ANSWER_TIMEOUT_SECONDS)
-    return sorted(set(map(str, found)))
+    """Returns the URLs of the ingresses that answer."""
+    return sorted(set(collect("ingress", "url")))
+
+
+def collect(deployment: str, method: str, app_name: str = APP_NAME) -> list[Any]:
+    """Calls a method of all replicas, and returns the results of those that answer."""
+    found: list[Any] = []
+    with suppress(RayError, RayServeException, TimeoutError):
+        replies = serve.get_deployment_handle(deployment, app_name).broadcast(method)
+        found = replies.results(timeout_s=ANSWER_TIMEOUT_SECONDS, return_exceptions=True)
+    return [result for result in found if not isinstance(result, Exception)]
 
 
 def _wait_until_running(show: Callable[[str], None], wait: float) -> None:
@@ -279,21 +287,14 @@ def get_overview(address: str) -> Overview:
         found = serve.status().applications.get(APP_NAME)
         if found is None:
             return Overview(hosts)
-        engines: list[EngineRow] = []
-        for kind in (kind for kind in ENGINE_KINDS if kind in found.deployments):
-            with suppress(RayError, RayServeException, TimeoutError):  # those that answer
-                handle = serve.get_deployment_handle(kind, APP_NAME)
-                reports = handle.broadcast("report").results(timeout_s=ANSWER_TIMEOUT_SECONDS)
-                engines += [_engine_row(kind, place, stats) for place, stats in reports]
-        ingresses: list[str] = []
-        with suppress(RayError, RayServeException, TimeoutError):
-            ingresses = ingress_urls()
+        kinds = [kind for kind in ENGINE_KINDS if kind in found.deployments]
+        engines = tuple(_engine_row(kind, *report) for kind in kinds for report in collect(kind, "report"))
         parts = []
         for name, part in sorted(found.deployments.items()):
             running, wanted = part.replica_states.get("RUNNING", 0), sum(part.replica_states.values())
             why = find_error(part.message) or first_line(WorkerError(part.message)) if part.message else ""
             parts.append(PartRow(name, str(part.status.value).lower(), running, wanted, str(why)))
-        return Overview(hosts, str(found.status.value), tuple(engines), tuple(parts), tuple(ingresses))
+        return Overview(hosts, str(found.status.value), engines, tuple(parts), tuple(ingress_urls()))
 
 
 def _host_row(node: RayNode) -> HostRow:

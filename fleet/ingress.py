@@ -82,9 +82,9 @@ class EngineLeases:
         places: list[EngineAddress] = []
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                places += await kind.broadcast("place", self._ingress_key).results_async(
-                    timeout_s=LEASE_TIMEOUT_SECONDS
-                )
+                replies = kind.broadcast("place", self._ingress_key)
+                replied = await replies.results_async(timeout_s=LEASE_TIMEOUT_SECONDS, return_exceptions=True)
+                places += [place for place in replied if isinstance(place, EngineAddress)]
         answers = await asyncio.gather(*(self._client_for(place).stats() for place in places), return_exceptions=True)
         found = []
         for number, stats in enumerate(answers):

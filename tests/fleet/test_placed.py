@@ -73,6 +73,24 @@ def test_gate_serves_the_http_api_and_requires_keys(fleet: Fleet, expected_text:
     assert "outrider:up 1.0" in httpx.get(f"{fleet.url}/metrics", headers=headers, timeout=PATIENCE).text
 
 
+def test_status_shows_the_engines_that_answer(fleet: Fleet) -> None:
+    from outrider.fleet.deployment import collect
+
+    one = server_of(fleet.stats()[0][1])
+    assert len(collect(fleet.kind, "report", fleet.name)) == 2
+    one.suspend()
+    try:
+        assert len(collect(fleet.kind, "report", fleet.name)) == 1
+    finally:
+        one.resume()
+
+
+def test_fleet_is_ready_while_one_of_its_engines_is_replaced(fleet: Fleet) -> None:
+    kill(actor_of(fleet.stats()[0][1]))
+    answers = [httpx.get(f"{fleet.url}/ready", timeout=PATIENCE).status_code for _ in range(20)]
+    assert set(answers) == {200}
+
+
 @pytest.mark.parametrize("victim", [actor_of, server_of, target_of, drafters_actor_of])
 def test_text_is_unchanged_when_one_of_its_processes_is_killed(
     fleet: Fleet, expected_text: str, victim: Callable[..., psutil.Process]
