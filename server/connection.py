@@ -86,7 +86,7 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         """Starts the reader's time limit, because the system's send buffer is full."""
         super().pause_writing()
-        self._reader_timer = self.loop.call_later(READER_TIMEOUT_SECONDS, self._abort_slow_reader)
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         if self._reader_timer is not None:
@@ -133,6 +133,11 @@ class Connection(H11Protocol):
         if self._header_timer is None:
             self._header_timer = self.loop.call_later(HEADER_TIMEOUT_SECONDS, self.transport.close)
 
-    def _abort_slow_reader(self) -> None:
+    def _watch_reader(self, before: int | None = None) -> None:
+        """Closes the connection if the write buffer still has as many bytes as `before`."""
+        unread = self.transport.get_write_buffer_size()
+        if unread != before:
+            self._reader_timer = self.loop.call_later(READER_TIMEOUT_SECONDS, self._watch_reader, unread)
+            return
         log.warning("a client read nothing for %g s; closing its response", READER_TIMEOUT_SECONDS)
         self.transport.abort()

@@ -36,6 +36,7 @@ def listening(settings: HttpSettings) -> Iterator[tuple[str, int]]:
         load_served_model("m", TINY_TARGET, ("m",)), CallerClients("ipc:///tmp/outrider-test-nobody"), settings
     )
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # one answer fills it
     server = uvicorn.Server(uvicorn_config(app, settings))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
@@ -212,6 +213,21 @@ def test_connection_of_a_client_that_reads_nothing_is_closed(address: tuple[str,
             while True:  # until it is closed: what comes then is not taken
                 client.send(b"\r\n")
                 time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("short_timeouts")
+def test_a_client_that_reads_slowly_gets_the_whole_answer(address: tuple[str, int]) -> None:
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(20)
+        client.connect(address)
+        client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answer = b""
+        while data := client.recv(8192):
+            answer += data
+            time.sleep(0.05)
+    headers, _, body = answer.partition(b"\r\n\r\n")
+    assert f"content-length: {len(body)}".encode() in headers
 
 
 def test_excess_connections_are_refused_and_open_ones_continue(
