@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +33,7 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings, Settings, to_flags
-from outrider.protocol.endpoints import connect, find_client_keys, receive_event
+from outrider.protocol.endpoints import Tcp, connect, find_client_keys, receive_event
 from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
 from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, Keyring, parse_key
 from outrider.protocol.messages import Stats, WorkerStats, is_serving
@@ -276,16 +276,12 @@ class PlacedEngine(EngineActor):
     """A cluster on this host. It ends with this actor, and the actor with it."""
 
     def __init__(self, settings: ServeSettings, placed: Placed) -> None:
-        keyring, ours = ActorKeyring(), ray.util.get_node_ip_address()
+        keyring, here = ActorKeyring(), str(Tcp(ray.util.get_node_ip_address(), 0))
         drafts_elsewhere = placed.drafter.on == "other-host"
-        cluster_settings = replace(
-            settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=keyring.folder, pin_cores=False
-        )
+        own: dict[str, Any] = {"endpoint": here, "keyed": True, "keys": keyring.folder, "pin_cores": False}
         if drafts_elsewhere:
-            cluster_settings = replace(
-                cluster_settings, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None
-            )
-        self._cluster = LocalCluster(**cast("Settings", asdict(cluster_settings)))
+            own |= {"workers_endpoint": here, "draft_backend": "ngram", "draft_model": None}
+        self._cluster = LocalCluster(**cast("Settings", {**asdict(settings), **own}))
         exit_after(self._cluster.wait, "the engine's server ended with code {}; it is replaced")
         if drafts_elsewhere:
             drafting = (settings, self._cluster.joining_endpoint, keyring)
