@@ -38,7 +38,8 @@ DRAFTER = DrafterPlan(on="other-host", needs=Resources(ane=1))
 def fleet(hosts: Any) -> Iterator[Fleet]:
     http = HttpSettings(port=0, api_keys=(KEY,))
     placed = Placed(replicas=2, needs=Resources(metal=1), drafter=DRAFTER)
-    with running(FleetPlan(ServeSettings(memory=False), placed, ingress=IngressPlan(http=http)), "placed", 2) as found:
+    engine = ServeSettings(memory=False, draft_prefill="mlx")  # of the drafters, which are not on the engines' hosts
+    with running(FleetPlan(engine, placed, ingress=IngressPlan(http=http)), "placed", 2) as found:
         yield found
 
 
