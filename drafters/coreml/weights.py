@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from outrider.drafters.coreml import layout
 from outrider.drafters.coreml.layout import TRIAL_PROMPT_TOKENS, DecoderArchitecture
 from outrider.engine.loading import read_config, read_model
+from outrider.engine.ort.layers import check_rope, rope_angles
 from outrider.protocol.errors import ModelError
 
 GROUP_SIZE = 64
@@ -33,7 +34,6 @@ _INT4_SCALE_BITS = 7  # times a 4-bit number: 11 bits
 _INT8_SCALE_BITS = 3  # times an 8-bit number: 11 bits
 _MIN_FLOAT16_EXPONENT = -24  # the exponent of float16's smallest number
 _BLOCK_ELEMENTS = 1 << 21
-_ROPE_TOLERANCE = 1e-4
 
 Int4Grid = tuple[NDArray[np.float32], NDArray[np.float32]]
 """The step and the lowest of the sixteen levels of each group, both [rows, groups]."""
@@ -213,21 +213,14 @@ class Checkpoint:
             ModelError: the model's rope is not a rotation of the two halves of a head (a traditional or partial rope).
         """
         rope, width = self._model.model.layers[0].self_attn.rope, self.architecture.head_dim
-
-        def rotate(x: NDArray[np.float32]) -> NDArray[np.float32]:
-            wide = np.broadcast_to(x, (1, 1, positions, width)).astype(np.float32)
-            return np.asarray(rope(mx.array(wide), offset=0).astype(mx.float32)).reshape(positions, width)
-
-        cos, sin = np.split(rotate(np.repeat(np.array([1, 0], np.float32), width // 2)), 2, axis=1)
-        sample = np.random.default_rng(0).standard_normal(width).astype(np.float32)
-        low, high = np.split(sample, 2)
-        expected = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=1)
-        if not np.allclose(rotate(sample), expected, atol=_ROPE_TOLERANCE * float(np.abs(sample).max())):
+        try:
+            check_rope(rope, width)
+        except TypeError as error:
             raise ModelError(
                 "this model's rope does not rotate the two halves of a head (a traditional or partial rope); "
                 "the coreml graph does (use --draft-backend mlx for this one)"
-            )
-        return np.stack([cos, sin])
+            ) from error
+        return rope_angles(rope, width, positions)
 
     def read(self, progress: Callable[[int, int], None]) -> Weights:
         """Reads and releases all weights; `progress(done, total)` counts modules.
