@@ -100,7 +100,7 @@ class NodeSegment(Segment):
         trunk = end - len(parents)
         all_positions, visible = np.arange(end, dtype=np.int32), np.tri(count, end, start, dtype=np.bool_)
         all_positions[trunk:] = np.array(node_depths(parents)) + trunk
-        visible[-len(parents) :, trunk:] = _ancestor_mask(parents)
+        visible[-len(parents) :, trunk:] = ancestor_mask(parents)
         return cls(row, start, count, all_positions=all_positions, visible=visible)
 
     @property
@@ -116,7 +116,7 @@ class NodeSegment(Segment):
         return seen if end == self.end else np.pad(seen, ((0, 0), (0, end - self.end)))
 
 
-def _ancestor_mask(parents: tuple[int, ...]) -> Bools:
+def ancestor_mask(parents: Sequence[int]) -> Bools:
     """Returns for each node which nodes are its ancestors or itself, [M, M]."""
     seen = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):

@@ -29,7 +29,8 @@ from outrider.drafters.coreml.layout import Mode, PackageFunction
 from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.runtimes import Outputs, Runtime, RuntimeState
 from outrider.drafters.drafter import DrafterFault
-from outrider.engine.flat import Bools, Ints, LayerKVs
+from outrider.engine.flat import Bools, Ints, LayerKVs, ancestor_mask
+from outrider.engine.kv_cache import check_prompt
 from outrider.engine.kv_rows import KVRows, NewRows, ReadingFault, ReadProgress
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
@@ -40,6 +41,7 @@ from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
+from outrider.protocol.trees import ROOT
 
 MASK_VALUE = -1e4  # float16 can hold it, and exp() of it is 0
 _CACHE_INPUTS = ("k_past", "v_past")
@@ -278,11 +280,9 @@ class CoreMLKVRows(KVRows):
         """Feeds the first `count` columns again without gaps, because the free slots are scattered and a run of them is
         needed."""
         self._free[:] = True
-        numbers = {id(column): number for number, column in enumerate(self._columns[:count])}
-        seen, step = np.eye(count, dtype=np.bool_), self._layout.prefill.rows
-        for number, column in enumerate(self._columns[:count]):
-            if column.parent is not None:
-                seen[number] |= seen[numbers[id(column.parent)]]
+        columns, step = self._columns[:count], self._layout.prefill.rows
+        numbers = {id(column): number for number, column in enumerate(columns)}
+        seen = ancestor_mask([numbers.get(id(column.parent), ROOT) for column in columns])
         for first in range(0, count, step):
             end = min(first + step, count)
             self._forward(first, seen[first:end, :end], self._layout.prefill)
@@ -321,10 +321,7 @@ class CoreMLDrafter:
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> CoreMLTree:
-        if not 0 < len(tokens) <= self.context_length:
-            raise DrafterFault(
-                f"{len(tokens)} tokens to read; expected 1 to {self.context_length}, the draft's context"
-            )
+        check_prompt(tokens, self.vocab_size)
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
         draws = Draws.of(sampling, cached)
         return CoreMLTree(CoreMLKVRows(self._host), sampler, self.context_length, tokens, progress, draws)

@@ -18,7 +18,7 @@ from outrider.drafters.growth import BranchTask
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import WorkAhead
 from outrider.engine.sampling import Sampler
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from tests.alone import advanced
 from tests.coreml.conftest import CONTEXT, VOCAB, Bench
@@ -307,10 +307,10 @@ def test_the_smallest_function_that_fits_is_called(bench: Callable[..., Bench], 
 
 @pytest.mark.parametrize(
     ("tokens", "sentence"),
-    [([], "1 to 256"), ([1] * 257, "1 to 256"), ([1, VOCAB], "not in the draft's vocabulary")],
+    [([], "has no tokens"), ([1] * 257, "context of 256 tokens is full"), ([1, VOCAB], "is out of range")],
 )
 def test_invalid_prompt_is_refused(bench: Callable[..., Bench], tokens: list[int], sentence: str) -> None:
-    with pytest.raises(DrafterFault, match=sentence), opened(bench("llama"), tokens):
+    with pytest.raises(OutriderError, match=sentence), opened(bench("llama"), tokens):
         pass
 
 
