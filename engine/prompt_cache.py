@@ -8,7 +8,8 @@ nothing of requests or models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -16,7 +17,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from mlx.utils import tree_reduce
 
+from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.stats import CacheUse, KvCost
+
+log = logging.getLogger(__name__)
 
 MIN_PREFIX_TOKENS = 16  # a shorter common prefix is not worth a copy
 
@@ -135,6 +139,17 @@ class PromptCache:
         return all(
             entry.saved.usable_tokens(common_prefix_length(entry.tokens, known)) < len(known) for entry in self._entries
         )
+
+    def store(self, tokens: Sequence[int], copy: Callable[[int], SavedPrefix]) -> None:
+        """Makes an entry of a text with these tokens if it is wanted. `copy` copies the state after so many tokens; if
+        that fails, as without memory, there is no entry."""
+        if not self.wants(tokens):
+            return
+        try:
+            with wrap_model_errors("copying to the prompt cache"):
+                self.keep(tokens, copy(len(tokens)))
+        except OutriderError as error:
+            log.warning("%s; the text is not cached", error)
 
     def keep(self, tokens: Sequence[int], saved: SavedPrefix) -> None:
         """Makes an entry of a text with these tokens, unless another entry has all of them."""

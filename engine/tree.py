@@ -259,11 +259,14 @@ class Tree:
 
     def close(self, discard: bool = False) -> None:
         self._cache.leave(self)
-        if not discard and self._cache.wants(self._committed):
-            self._compact()
-            self._cache.keep(self._committed, self.kv_rows.save(len(self._committed)))
+        if not discard:
+            self._cache.store(self._committed, self._copy)
         self._nodes.clear()
         self.kv_rows.close()
+
+    def _copy(self, length: int) -> SavedPrefix:
+        self._compact()
+        return self.kv_rows.save(length)
 
     def _compact(self) -> None:
         """Keeps only the committed columns."""

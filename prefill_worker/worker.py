@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
+from functools import partial
 
 import mlx.core as mx
 
@@ -62,7 +63,8 @@ class PrefillWorker(WorkerLoop[Pieces]):
 
     def _continue_reading(self, request: str, reading: Pieces) -> None:
         try:
-            pieces = next(reading, None)
+            with wrap_model_errors("the prefill worker's forward"):
+                pieces = next(reading, None)
         except OutriderError as error:
             self._fail(request, error)
             return
@@ -106,7 +108,7 @@ class MlxReader:
     def read(self, task: Prefill) -> Pieces:
         """Reads all tokens but the last; yields after each forward the pieces that it completes, from `task.start` on.
 
-        If it is closed early, what was read may stay in the prompt cache. Raises OutriderError if reading fails.
+        If it is closed early or fails, what was read may stay in the prompt cache.
         """
         tokens: list[int] = task.tokens.tolist()
         sequence, sent, total = self._kv_cache.open(), task.start, len(tokens) - 1
@@ -119,15 +121,12 @@ class MlxReader:
                 sent = max(sent, sequence.length)
                 if sequence.length >= total:
                     return
-                with wrap_model_errors("the prefill worker's forward"):
-                    piece = tokens[sequence.length : min(sequence.length + PREFILL_CHUNK_TOKENS, total)]
-                    self._kv_cache.forward([Feed(sequence, piece, 0, True)])
-                    mx.eval(self._kv_cache.state())
-                    mx.clear_cache()
+                piece = tokens[sequence.length : min(sequence.length + PREFILL_CHUNK_TOKENS, total)]
+                self._kv_cache.forward([Feed(sequence, piece, 0, True)])
+                mx.eval(self._kv_cache.state())
+                mx.clear_cache()
         finally:
-            read = tokens[: sequence.length]
-            if self.prompt_cache.wants(read):
-                self.prompt_cache.keep(read, self._kv_cache.save(sequence, len(read)))
+            self.prompt_cache.store(tokens[: sequence.length], partial(self._kv_cache.save, sequence))
             self._kv_cache.close(sequence)
 
     def _pieces(self, task: Prefill, sequence: FlatSequence, start: int) -> list[PromptKv]:

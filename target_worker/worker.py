@@ -84,11 +84,11 @@ class PrefixReuse:
     def begin(self, running: TargetRequest) -> None:
         """Copies the longest cached prefix. Raises OutriderError if that fails."""
         running.awaits = None
-        start = self.cache.find(running.slot.tokens)
-        if start is not None:
-            with wrap_model_errors("copying from the prompt cache"):
+        with wrap_model_errors("copying from the prompt cache"):
+            start = self.cache.find(running.slot.tokens)
+            if start is not None:
                 running.slot.begin(start)
-            running.cached = running.slot.fed
+                running.cached = running.slot.fed
 
     def read(self, running: TargetRequest) -> None:
         """Saves state that can't be shortened, for requests with the same prompt, once a prompt has been read."""
@@ -103,15 +103,7 @@ class PrefixReuse:
         running.slot.close()
 
     def _save(self, running: TargetRequest) -> None:
-        slot = running.slot
-        known = slot.tokens[: slot.fed]
-        if not self.cache.wants(known):
-            return
-        try:
-            with wrap_model_errors("copying to the prompt cache"):
-                self.cache.keep(known, slot.save(len(known)))
-        except OutriderError as error:
-            log.warning("%s; the text is not cached", error)
+        self.cache.store(running.slot.tokens[: running.slot.fed], running.slot.save)
 
 
 def _find_reader(running: TargetRequest, others: Iterable[TargetRequest]) -> AwaitedPrefix | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -198,3 +199,23 @@ def test_failed_tree_is_not_kept(loaded: Loaded) -> None:
     cache = PromptCache(measure_tree_cost(model), 1 << 30)
     open_tree(model, text(40), SamplingParams(), cache=cache).close(discard=True)
     assert cache.use.entries == 0 and find_tree_form(model) is JointKVRows
+
+
+@pytest.mark.parametrize("part", ["save", "keep"])
+def test_text_that_can_not_be_copied_ends_without_an_entry(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """As when memory runs short."""
+    model = loaded("llama", seed=1)
+    cache = PromptCache(measure_tree_cost(model), 1 << 30)
+    tree = open_tree(model, text(40), SamplingParams(), cache=cache)
+    (drafted,) = tree.feed([tree.root], [5])
+    tree.commit([drafted])
+    monkeypatch.setattr(tree.kv_rows, part, partial(_fail, RuntimeError("[malloc] out of memory")))
+    tree.close()
+    assert cache.use.entries == 0 and cache.find(text(40)) is None
+    assert isinstance(tree.kv_rows, DenseKVRows) and tree.kv_rows.sequence.row < 0, "its row is free"
+
+
+def _fail(error: Exception, *_: object) -> None:
+    raise error

@@ -15,11 +15,12 @@ from msgspec import structs
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVLayout
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
+from outrider.prefill_worker.worker import MlxReader, PrefillWorker
 from outrider.protocol.errors import ProtocolError
-from outrider.protocol.messages import Close, Message, Prefill, PromptKv
+from outrider.protocol.messages import Close, Fault, KvMemory, Message, Prefill, PromptKv
 from outrider.protocol.sampling import SamplingParams
 from tests.engine.test_ort_sessions import quantised
-from tests.system.links import VirtualClock
+from tests.system.links import FakeLink, VirtualClock, answered
 from tests.system.prefill_cluster import PrefillCluster, Way
 from tests.system.same import check_same
 from tests.system.small import SMALL
@@ -126,6 +127,18 @@ def test_replaced_target_receives_the_whole_prompt_again(make: Make, model: Load
     check_same(model, PROMPT, GREEDY, run.tokens, plain(model, PROMPT, GREEDY))
     assert run.timings.resumed == 1
     assert next(piece.start for piece in cluster.handed if piece.epoch) == 0
+
+
+def test_prompt_that_can_not_be_copied_is_sent_all_the_same(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when memory runs short: the prefill worker keeps no copy of it."""
+    link, reader = FakeLink("prefill-0"), MlxReader(model)
+    worker = PrefillWorker(link, reader)
+    monkeypatch.setattr(FlatKVCache, "save", lambda *_: mx.zeros(-1))
+    answers = answered(worker, link, [KvMemory(1 << 24), Prefill("r", 0, np.array(PROMPT[:100], np.int32), 0)])
+    assert sum(answer.count for answer in answers if isinstance(answer, PromptKv)) == 99
+    assert not any(isinstance(answer, Fault) for answer in answers) and reader.prompt_cache.use.entries == 0
 
 
 def test_short_prompts_are_read_by_the_target(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,19 @@ def test_prompt_of_a_failed_request_is_not_cached(
     assert not worker_under_test.cached and worker_under_test.told(Outcome)["good"].bonus == bonus(prompt)
 
 
+def test_prefix_that_can_not_be_copied_ends_only_the_request_that_needs_it(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when memory runs short while another text lends its rows."""
+    worker_under_test, prompt = WorkerUnderTest(model, ROOM, asked("first", [*SYSTEM[:60], 5])), [*SYSTEM[:60], 9]
+    with monkeypatch.context() as broken:
+        broken.setattr(FlatKVCache, "segment", lambda *_: mx.zeros(-1))
+        worker_under_test.exchange(asked("second", prompt), Close("first"))
+    assert "copying from the prompt cache failed" in worker_under_test.told(Fault)["second"].message
+    worker_under_test.exchange(asked("third", prompt))
+    assert "third" in worker_under_test.told(Outcome) and not worker_under_test.cached
+
+
 def test_reopened_request_reads_only_new_tokens(model: LoadedModel) -> None:
     worker_under_test, tokens = WorkerUnderTest(model, ROOM), [*SYSTEM[:200], 4]
     worker_under_test.exchange(asked("r", tokens))
