@@ -381,13 +381,13 @@ def attention(
 
 
 class FlatSequence:
-    """A text, with a row of the flat buffers. `length`: the tokens fed so far; `leaves`: caches without such a row.
+    """A text, with a row of `rows`. `length`: the tokens fed so far; `leaves`: caches without such a row.
 
     `exact`: it can be rolled back to every length, not only to marks.
     """
 
     def __init__(self, row: int, rows: FlatRows, layers: Sequence[FlatCache], leaves: Sequence[Any] = ()) -> None:
-        self.row, self.length, self._rows, self._layers, self.leaves = row, 0, rows, layers, leaves
+        self.row, self.length, self.rows, self._layers, self.leaves = row, 0, rows, layers, leaves
         self.exact = not leaves
 
     @property
@@ -396,7 +396,7 @@ class FlatSequence:
 
         False if forwards are computed immediately, as by ONNX Runtime.
         """
-        return self._rows.is_lazy
+        return self.rows.is_lazy
 
     def mark(self) -> None:
         """Does nothing: every length can be rolled back to."""

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
@@ -27,7 +27,7 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDraft, NgramDrafter
 from outrider.drafters.work_ahead import DraftBatcher, DraftTurn, WorkAhead, check_in_vocabulary, start_drafting
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
-from outrider.engine.kv_cache import CacheSlot, FlatKVCache, HiddenStatesListener, KVCache
+from outrider.engine.kv_cache import CacheSlot, HiddenStatesListener, KVCache
 from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
@@ -147,9 +147,6 @@ class InProcessDrafters:
 
     def attach_heads(self, model: LoadedModel, kv_cache: KVCache, other: HiddenStateReader | None = None) -> None:
         """Connects the heads, and an `other` reader after them, to the hidden states of this KV cache."""
-        for proposer in self._drafters.values():
-            if isinstance(proposer, ExitDrafter):
-                proposer.target_kv_cache = cast(FlatKVCache, kv_cache)  # `early_exit.load` has checked that it is
         readers = [*(proposer.head for proposer in self._heads.values()), *([other] if other is not None else [])]
         if readers:
             self._readers = HiddenStateReaders(readers)

@@ -174,7 +174,8 @@ class ExitKVRows(KVRows):
         try:
             for text, rows in zip(texts, new, strict=True):
                 text._sequence.length = rows.start
-            vectors = drafter.target_kv_cache.first(drafter.layers, feeds)
+            kv_cache = cast(FlatKVCache, texts[0]._sequence.rows)  # the target's, as `load` has checked
+            vectors = kv_cache.first(drafter.layers, feeds)
         finally:
             for text, length in zip(texts, fed, strict=True):
                 text._sequence.length = length
@@ -202,9 +203,7 @@ class ExitDraft(HeadDraft):
 
 
 class ExitDrafter(HeadDrafter):
-    """A `HeadDrafter` that drafts in the target's KV cache, `target_kv_cache`, which is set after it is loaded."""
-
-    target_kv_cache: FlatKVCache
+    """A `HeadDrafter` that drafts in the target's KV cache."""
 
     def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float) -> None:
         self.layers = FirstLayers(target.model, exit.exit_layer)

@@ -111,8 +111,6 @@ def test_chains_equal_an_independent_forward(
     own = drafters(scale)
     layers = own.head.exit_layer  # type: ignore[attr-defined]
     held = open_kv_cache(target)
-    assert isinstance(held, FlatKVCache)
-    own.target_kv_cache = held  # type: ignore[attr-defined]
     slots = [CacheSlot(target, held, [50 + n, 60, *range(70, 80)], SamplingParams()) for n in range(3)]
     for slot in slots:
         slot.feed_all_but_last()
