@@ -109,7 +109,7 @@ class CachedGraph:
     @classmethod
     def of(cls, model: Path) -> CachedGraph | None:
         """Returns the cached graph, existing or not, of the model in this folder; None: it is not cached."""
-        files = [(file.name, file.stat()) for file in sorted(model.glob("*.safetensors"))]
+        files = [(file.name, file.stat()) for file in sorted(model.glob("model*.safetensors"))]
         size = sum(stat.st_size for _, stat in files)
         if not _MIN_WEIGHT_BYTES <= size <= _MAX_WEIGHT_BYTES:
             return None

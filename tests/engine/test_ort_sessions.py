@@ -228,6 +228,15 @@ def test_graph_of_a_large_model_is_not_cached(model: Path, tmp_path: Path, monke
     assert kept(tmp_path) == []
 
 
+def test_graph_depends_only_on_the_files_that_are_loaded(model: Path) -> None:
+    """Not on weights in another layout, nor on what macOS adds on other file systems."""
+    alone = sessions.CachedGraph.of(model)
+    with (model / "consolidated.safetensors").open("wb") as file:
+        file.truncate(sessions._MAX_WEIGHT_BYTES)
+    (model / "._model.safetensors").write_bytes(b"metadata")
+    assert alone is not None and sessions.CachedGraph.of(model) == alone
+
+
 @pytest.mark.skipif(not exact_biases.IS_SUPPORTED, reason="only Linux has exact biases")
 @pytest.mark.usefixtures("in_groups")
 @pytest.mark.parametrize("cores", [False, True])
