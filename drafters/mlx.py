@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from outrider.drafters.drafter import TokenTree
+from outrider.engine.kv_cache import check_prompt
 from outrider.engine.kv_rows import PromptReader, ReadProgress
-from outrider.engine.load_checks import measure_tree_cost, open_tree
+from outrider.engine.load_checks import measure_tree_cost, open_kv_rows
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
+from outrider.engine.sampling import Sampler
+from outrider.engine.tree import Tree
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams
 
@@ -49,5 +52,7 @@ class MlxDrafter:
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:
-        draws = Draws.of(sampling, cached)
-        return open_tree(self.model, tokens, sampling, progress, draws, self._reader, self.prompt_cache, constraint)
+        check_prompt(tokens, self.vocab_size)
+        sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
+        kv_rows, draws = open_kv_rows(self.model, self._reader), Draws.of(sampling, cached)
+        return Tree(kv_rows, sampler, self.context_length, tokens, progress, draws, self.prompt_cache)

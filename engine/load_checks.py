@@ -6,7 +6,7 @@ else the model's own without chains. If layers have a window, everything is trie
 keys and values, because computing so many would take minutes.
 
 `open_kv_cache` opens a target's KV cache: texts share forwards if the logits stay right (`batch_logits_match`).
-`open_tree` opens a drafter's token tree in the first form of `KVRows` that reproduces the model's logits
+`find_tree_form` finds the first form of a drafter's trees (`KVRows`) that reproduces the model's logits
 (`tree_logits_match`), or fails; a target verifies trees of drafts if its trees can share forwards. These checks
 compare with plain forwards (`logits_match`). They catch models whose attention ignores the mask, the positions or the
 columns that it is given, whose attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another
@@ -30,15 +30,12 @@ from mlx_lm.models.cache import KVCache as MlxKVCache
 
 from outrider.engine.cache import flatten_caches
 from outrider.engine.flat import FlatCache
-from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache, check_prompt
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, PromptReader, ReadProgress, RecurrentKVRows
+from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, PromptReader, RecurrentKVRows
 from outrider.engine.loading import LoadedModel, cache_per_model
 from outrider.engine.ort.forward import deviations, feed_in_pieces
-from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
-from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import (
     CannotDraft,
     ModelError,
@@ -350,34 +347,6 @@ def measure_sequence_cost(kv_cache: KVCache) -> KvCost:
     return cost
 
 
-def open_tree(
-    model: LoadedModel,
-    tokens: Sequence[int],
-    params: SamplingParams,
-    progress: ReadProgress = None,
-    draws: Draws | None = None,
-    reader: PromptReader | None = None,
-    cache: PromptCache | None = None,
-    constraint: Constraint | None = None,
-) -> Tree:
-    """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
-
-    Args:
-        progress: called as (tokens done, total) after each chunk of a long prompt; may raise to end the call.
-        draws: draws nodes' continuations, for residual sampling; None: the best token continues.
-        reader: reads prompts instead of the model, if that is faster.
-        cache: tokens in it are not read again; the tree's text is saved there when the tree is closed.
-        constraint: the text's grammar, if it has one.
-
-    Raises:
-        InvalidRequest: there are no tokens, or one is not in the vocabulary.
-        ModelError: no form of tree reproduces this model's logits.
-    """
-    check_prompt(tokens, model.vocab_size)
-    sampler = Sampler(params, model.vocab_size, normalised=False, constraint=constraint)
-    return Tree(open_kv_rows(model, reader), sampler, model.context_length, tokens, progress, draws, cache)
-
-
 @cache_per_model
 def find_tree_form(model: LoadedModel) -> TreeForm:
     """Returns the form of KV rows for trees of this model, found once for each model.
@@ -406,7 +375,10 @@ def open_unchecked_tree(model: LoadedModel, form: TreeForm, tokens: Sequence[int
 
 
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
-    """Opens empty KV rows for one tree; see `open_tree` for `reader`. Raises ModelError as `find_tree_form` does."""
+    """Opens empty KV rows for one tree. `reader`: reads prompts instead of the model, if that is faster.
+
+    Raises ModelError as `find_tree_form` does.
+    """
     kv_rows = find_tree_form(model)(model)
     if not kv_rows.has_extra_state:  # a recurrent state comes from the model alone
         kv_rows.reader = reader

@@ -1,12 +1,17 @@
-"""Slots with prompts that have been read, without a worker."""
+"""Slots and trees with prompts that have been read, without a worker."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from outrider.engine.kv_cache import CacheSlot, KVCache, SeparateKVCache
-from outrider.engine.load_checks import probe_abilities
+from outrider.engine.kv_rows import ReadProgress
+from outrider.engine.load_checks import open_kv_rows, probe_abilities
 from outrider.engine.loading import LoadedModel
+from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.residual import Draws
+from outrider.engine.sampling import Sampler
+from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -25,3 +30,16 @@ def open_slots(
     for slot in slots:
         slot.feed_all_but_last()
     return slots
+
+
+def open_tree(
+    model: LoadedModel,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    progress: ReadProgress = None,
+    draws: Draws | None = None,
+    cache: PromptCache | None = None,
+) -> Tree:
+    """A tree that has read these tokens; without `draws` it proposes its best tokens, whatever the parameters."""
+    sampler = Sampler(params, model.vocab_size, normalised=False)
+    return Tree(open_kv_rows(model), sampler, model.context_length, tokens, progress, draws, cache)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import scipy
 
-from outrider.engine.load_checks import open_tree
 from outrider.engine.loading import LoadedModel
 from outrider.engine.residual import Draws, draw_tokens
 from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams
+from tests.slots import open_tree
 from tests.warp import warp
 
 PROMPT = [40, 41, 42, 43, 44, 60, 61, 40, 41]

@@ -13,13 +13,14 @@ import pytest
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache
 from outrider.engine.kv_cache import CacheSlot, Feed
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
-from outrider.engine.load_checks import TreeForm, find_tree_form, measure_tree_cost, open_kv_cache, open_tree
+from outrider.engine.load_checks import TreeForm, find_tree_form, measure_tree_cost, open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, CachedPrefix, PromptCache, SavedPrefix
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
+from tests.slots import open_tree
 
 Loaded = Callable[..., LoadedModel]
 COST = KvCost(0, 8)

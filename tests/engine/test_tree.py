@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import scipy
 
+from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
-from outrider.engine.load_checks import find_tree_form, open_kv_cache, open_tree
+from outrider.engine.load_checks import find_tree_form, open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.positions import TokenRope
 from outrider.engine.sampling import Sampler
@@ -24,7 +25,7 @@ from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, ver
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.ahead import said
-from tests.slots import open_slots
+from tests.slots import open_slots, open_tree
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]
@@ -326,7 +327,7 @@ def test_nodes_outside_the_tree_are_refused(loaded: Loaded) -> None:
 @pytest.mark.parametrize("prompt", [[], [258], [-1, 3]])
 def test_invalid_prompt_is_refused(loaded: Loaded, prompt: list[int]) -> None:
     with pytest.raises(InvalidRequest):
-        open_tree(loaded("llama"), prompt, GREEDY)
+        MlxDrafter(loaded("llama")).open(prompt, GREEDY)
 
 
 def one_position_a_row(rope: Callable[..., mx.array], x: mx.array, offset: int | mx.array = 0) -> mx.array:

@@ -17,13 +17,13 @@ from msgspec import structs
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.load_checks import open_tree
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import BatchForward, VerifyInput, begin_forward
 from outrider.protocol.messages import Branches, Drafted, Message, Sparse, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ, one_hot
 from outrider.target_worker import model_runner
+from tests.slots import open_tree
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.links import intercept
 from tests.system.markov import markov, p_values
