@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from outrider.drafters.drafter import Drafter, DrafterFault, TokenTree
 from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut, divide_branches
@@ -272,7 +272,7 @@ class DraftBatcher:
         failed = {id(work): demand for work, demand in demanded if isinstance(demand, OutriderError)}
         sound = [work for work in works if id(work) not in failed]
         at_once = self.capacity.rows_per_forward() if active == 1 else None
-        found, rows = run_together([work.tree for work in sound], [work.advance(at_once) for work in sound])
+        found, rows = run_together(sound, [work.advance(at_once) for work in sound])
         if rows:
             self.capacity.record_forward(rows, (clock.now() - started_ns) / clock.MILLISECOND_NS)
         results = iter(found)
@@ -291,7 +291,7 @@ class DraftBatcher:
     def continuations(self, works: Sequence[WorkAhead], depths: Sequence[int]) -> list[Continuation | OutriderError]:
         """Returns the `depths` tokens after each committed text, or the error of one that failed."""
         steps = [work.continuation(depth) for work, depth in zip(works, depths, strict=True)]
-        return run_together([work.tree for work in works], steps)[0]
+        return run_together(works, steps)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,10 +304,15 @@ class DraftTurn(Generic[Value]):
     depth: int
 
 
-def run_together(
-    trees: Sequence[TokenTree], steps: Sequence[Steps[Result]]
-) -> tuple[list[Result | OutriderError], int]:
-    """Runs the steps of these trees to their ends; they share each forward.
+class _Work(Protocol):
+    """What a drafter does for one text."""
+
+    @property
+    def tree(self) -> TokenTree: ...
+
+
+def run_together(works: Sequence[_Work], steps: Sequence[Steps[Result]]) -> tuple[list[Result | OutriderError], int]:
+    """Runs the steps of these works to their ends; their trees share each forward. A tree may be opened by its steps.
 
     Returns the result of each, or the error of one that failed, and the number of tokens that were fed.
     """
@@ -322,7 +327,7 @@ def run_together(
             except StopIteration as ended:
                 results[index] = ended.value
         rows += sum(len(feed.tokens) for feed in feeds.values())
-        found = _feed_trees([trees[index] for index in feeds], list(feeds.values())) if feeds else ()
+        found = _feed_trees([works[index].tree for index in feeds], list(feeds.values())) if feeds else ()
         fed = dict(zip(feeds, found, strict=True))
     return [results[index] for index in range(len(runs))], rows
 

@@ -115,7 +115,7 @@ class HeadDrafter:
         allowed = [draft.limit_depth(depth) for draft, depth in zip(drafts, depths, strict=True)]
         able = [(draft, depth) for draft, depth in zip(drafts, allowed, strict=True) if depth]
         steps = [draft.continuation(depth) for draft, depth in able]
-        drafted = iter(run_together([draft.tree for draft, _ in able], steps)[0])
+        drafted = iter(run_together([draft for draft, _ in able], steps)[0])
         return [next(drafted) if depth else Continuation() for depth in allowed]
 
 

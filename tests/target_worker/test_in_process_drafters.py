@@ -13,6 +13,7 @@ import pytest
 
 from models.training.draft.ngram_table import save_table
 from outrider.drafters.growth import Continuation
+from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDrafter
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReaders
@@ -90,6 +91,22 @@ def test_text_is_the_targets_own_with_any_drafter_in_any_round(target: LoadedMod
         assert texts(rounds)[:LENGTH] == texts(alone[request])[:LENGTH]
     drafted = {name for rounds in found.values() for name, a in rounds if drafted_chain(a)}
     assert drafted == {"token", "draft", "feature", "mtp"}
+
+
+def test_head_that_can_not_open_its_tree_ends_only_its_own_drafting(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when memory runs short while it copies the saved beginning of the text."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("[malloc] out of memory")
+
+    monkeypatch.setattr(HeadDrafter, "tree", fail)
+    alone = run(target, InProcessDrafters({}), [""], 0.0, 2)
+    found = run(target, four(target), ["token", "draft"], 0.0, 2)
+    for request, rounds in found.items():
+        assert texts(rounds)[:LENGTH] == texts(alone[request])[:LENGTH]
+        assert {name for name, outcome in rounds if drafted_chain(outcome)} == {"draft"}
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
