@@ -178,7 +178,7 @@ def _make_loaded_model(
 
 def find_model_folder(name: str | Path) -> Path:
     """Returns the model's directory. Raises ModelError if there is none; the command line downloads models before."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if (path / "config.json").is_file():
         return path
     if path.is_dir():

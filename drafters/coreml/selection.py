@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -191,7 +192,7 @@ def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
     Raises:
         ModelError: there is no such model, the converter refuses it, or a package without its model can't run here.
     """
-    directory, checkpoint = Path(model).expanduser(), None
+    directory, checkpoint = Path(os.path.expanduser(model)), None
     packages: PackageSource
     if (directory / package.MANIFEST_FILE).is_file():
         packages = OnePackage(open_package(directory))
@@ -230,7 +231,7 @@ def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> 
         case "coreml":
             packages = Packages(find_model_folder(model), progress)
         case _:
-            directory = Path(prefill).expanduser()
+            directory = Path(os.path.expanduser(prefill))
             if not (directory / package.MANIFEST_FILE).is_file():
                 raise InvalidRequest(
                     f"draft prefill is {prefill!r}; expected auto, mlx, coreml or the directory of a package"

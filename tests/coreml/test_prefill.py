@@ -305,7 +305,8 @@ def test_invalid_settings_are_one_line_errors(
     with pytest.raises(ModelError, match=r"was made from llama-.* other weights than .* has") as refused:
         selection.load_prompt_reader(str(other), str(made.package.path), print)
     assert "\n" not in str(refused.value)
-    with pytest.raises(InvalidRequest, match="draft prefill is 'often'; expected auto, mlx, coreml or the directory"):
-        selection.load_prompt_reader(str(made.model_path), "often", print)
+    for setting in ("often", "~no-such-user/package"):
+        with pytest.raises(InvalidRequest, match=f"draft prefill is '{setting}'; expected auto, mlx, coreml or"):
+            selection.load_prompt_reader(str(made.model_path), setting, print)
     with pytest.raises(ModelError, match="the Neural Engine needs a multiple"):
         selection.load_prompt_reader(str(tiny_model("llama")), "coreml", print)

@@ -158,6 +158,7 @@ def test_absent_scaling_is_given_to_models_that_require_the_field() -> None:
         ("./nowhere", "no model at nowhere"),
         ("/nowhere/at/all", "no model at /nowhere/at/all"),
         ("nowhere", "no model at nowhere"),
+        ("~no-such-user/model", "no model at ~no-such-user/model"),
         ("someone/nothing-of-that-name", "no model at someone/nothing-of-that-name"),
     ],
 )
