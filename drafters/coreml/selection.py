@@ -186,7 +186,7 @@ def select_fastest(rows: Sequence[TrialResult]) -> TrialResult | None:
 def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
     """Returns the drafter for `model`: a package directory or a model directory.
 
-    A model is converted first (once). MLX drafts if Core ML's trials fail on every unit, or there is no Core ML.
+    A model is converted first (once). MLX drafts, with a note, if trials fail on every unit, or there is no Core ML.
     `progress` receives a sentence about each step.
 
     Raises:
@@ -212,7 +212,9 @@ def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
         raise ModelError(f"{sentence}; give the model that this package was converted from, not the package")
     from outrider.drafters.mlx import MlxDrafter
 
-    return MlxDrafter.load(str(checkpoint), progress)
+    drafter = MlxDrafter.load(str(checkpoint), progress)
+    drafter.note = sentence
+    return drafter
 
 
 def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> PackageReader | None:
