@@ -30,6 +30,7 @@ from outrider.engine.hidden_states import ReducedLMHead
 from outrider.engine.ort import forward as ort
 from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.errors import ModelError, first_line, wrap_model_errors
+from outrider.protocol.process import physical_memory
 
 if TYPE_CHECKING:
     from outrider.engine.ranks import Ranks
@@ -305,10 +306,10 @@ def _to_float32(model: nn.Module, parameters: int) -> nn.Module:
     quantised = any(hasattr(module, "bits") and hasattr(module, "scales") for module in model.modules())
     if not quantised:
         return model
-    dense_bytes, physical = 4 * parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    dense_bytes, physical = 4 * parameters, physical_memory()
     if dense_bytes > physical // 2:
         log.warning(
-            "the model stays quantised, because dense float32 weights would take %.1f GiB of this machine's %.1f; so "
+            "the model stays quantised, because dense float32 weights would take %.1f of the memory's %.1f GiB; so "
             "verifying M tokens takes M times as long as one",
             dense_bytes / 2**30,
             physical / 2**30,

@@ -1,4 +1,4 @@
-"""What every process needs: a log, signal handlers that may raise, the release of free memory, and what the CPU can do.
+"""What every process needs: a log, signal handlers that may raise, memory and its release, and what the CPU can do.
 
 Logs are lines of text or JSON objects, one per line, by the standard library's logging. A line about a request has its
 id in a field, from `extra` or from the current context. A process that a server started writes to the server's log;
@@ -34,6 +34,7 @@ current_request: ContextVar[str | None] = ContextVar("current_request", default=
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.005
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _FINALIZER = "__del__"
 Handler = Callable[[int, FrameType | None], object]
 
@@ -51,6 +52,15 @@ def cpu_fields() -> dict[str, str]:
 def cpu_flags() -> list[str]:
     """Returns the CPU's instruction sets by Linux's names, such as avx2; empty on other systems."""
     return (cpu_fields().get("flags") or cpu_fields().get("Features", "")).split()
+
+
+def physical_memory(bound: Path = CONTAINER_LIMIT) -> int:
+    """Returns the memory of this machine or container in bytes. `bound`: the file that holds a container's limit."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(whole, int(bound.read_text()))
+    except (OSError, ValueError):  # no such file, or the word "max"
+        return whole
 
 
 def configure_logging(level: str, form: str, process: str, shared_fd: int | None = None) -> None:

@@ -34,6 +34,7 @@ from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import find_model_folder
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import ModelError, OutriderError
+from outrider.protocol.process import physical_memory
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ def inspect_machine() -> Machine:
         chip=str(mx.device_info(mx.Device(mx.cpu))["device_name"]),
         architecture=platform.machine(),
         cores=os.cpu_count() or 1,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=physical_memory(),
         system=f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else f"{platform.system()}",
         build=os_build(),
         python=platform.python_version(),

@@ -33,7 +33,6 @@ from outrider.orchestrator.core.worker_registry import (
     is_kv_compatible,
 )
 from outrider.orchestrator.events import KVBudget, ModelVocabulary, kv_budget
-from outrider.orchestrator.machine.system import physical_memory
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import Rate, RateLimiter, RouterSocket
 from outrider.protocol import clock, endpoints
@@ -59,6 +58,7 @@ from outrider.protocol.messages import (
     Welcome,
     WorkerStats,
 )
+from outrider.protocol.process import physical_memory
 from outrider.protocol.schema import clip
 from outrider.protocol.worker_link import heartbeat_id, routing_id
 

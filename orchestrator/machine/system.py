@@ -1,4 +1,4 @@
-"""The machine's libraries for computing, cores, open files and memory.
+"""The machine's libraries for computing, cores and open files.
 
 `find_openblas`: finds a system OpenBLAS for workers on Linux. MLX's CPU wheel has the reference BLAS, whose cost is
 linear in rows; preloaded, OpenBLAS replaces it. On macOS MLX uses Accelerate. `require_mlx`: checks for MLX's library,
@@ -9,8 +9,8 @@ orchestrator has priority on the drafter's. On the target's core it would delay 
 everything waits, and the drafter works ahead anyway (docs/log/2026-11.md). Linux only.
 
 `raise_file_limit`: raises the number of files that may be open; each connection is one. A Mac's terminal
-allows 256 by default, and ZeroMQ ends the process when none is left. `physical_memory`: the memory of this machine
-or container. `likely_cause`: whether a process ended for want of memory or threads.
+allows 256 by default, and ZeroMQ ends the process when none is left. `likely_cause`: whether a process ended for want
+of memory or threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError, InvalidRequest
-from outrider.protocol.process import cpu_flags
+from outrider.protocol.process import CONTAINER_LIMIT, cpu_flags, physical_memory
 from outrider.protocol.version import install_command
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE, DRAFTER_CORE_VARIABLE
 
@@ -58,7 +58,6 @@ WANTED_OPEN_FILES = 65_536
 # Tried in turn if more is not allowed: macOS's OPEN_MAX, and the limit that mlx-lm sets on import.
 FALLBACK_OPEN_FILES = (10_240, 4_096)
 
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
 _PROCESS_ERRORS = "can't start new thread", "resource temporarily unavailable"
 _MEMORY_ERRORS = (
     "memoryerror", "bad_alloc", "cannot allocate memory", "failed to map segment",
@@ -185,15 +184,6 @@ def raise_file_limit() -> int:
     )
 
 
-def physical_memory(bound: Path = _CGROUP) -> int:
-    """Returns the memory in bytes; `bound`: the file that holds a container's limit, if there is one."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(whole, int(bound.read_text()))
-    except (OSError, ValueError):  # no such file, or the word "max"
-        return whole
-
-
 def describe_exit(code: int, log_tail: str) -> str:
     """Returns the words for a process's end: its exit code, the likely cause, and the last words of its log, if any."""
     cause = likely_cause(code, log_tail)
@@ -201,7 +191,7 @@ def describe_exit(code: int, log_tail: str) -> str:
     return f"ended with code {code}" + (f", {cause}" if cause else "") + (f": {last}" if last else "")
 
 
-def likely_cause(code: int, log_tail: str = "", bound: Path = _CGROUP) -> str:
+def likely_cause(code: int, log_tail: str = "", bound: Path = CONTAINER_LIMIT) -> str:
     """Returns why a process with this exit code most likely ended, for want of memory or threads; "" if unknown.
 
     Beyond a limit of the address space, allocations and starts of threads fail, and libraries crash or print an error,

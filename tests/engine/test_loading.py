@@ -89,6 +89,8 @@ def test_quantised_weights_become_dense_float32_for_mlx_on_a_cpu(
     model.set_dtype(mx.float32)
     np.testing.assert_allclose(np.array(loaded.model(text)), np.array(model(text)), atol=1e-3)
     assert loaded.parameters == load(source).parameters
+    monkeypatch.setattr("outrider.engine.loading.physical_memory", lambda: 8 * loaded.parameters - 2)  # a container's
+    assert type(load(tmp_path).model.layers[0].self_attn.q_proj) is nn.QuantizedLinear
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), [("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)])

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 
 from outrider.orchestrator.events import Admit, Failure, KVBudget, Stop, WorkersChanged, kv_budget
 from outrider.orchestrator.front.admission import Admission
-from outrider.orchestrator.machine.system import physical_memory
 from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import Cancel, Generate
+from outrider.protocol.process import physical_memory
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost, KvUse
 from tests.orchestrator.stand import worker_stats
