@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from outrider.engine.kv_cache import CacheSlot, SeparateKVCache
-from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.load_checks import open_kv_cache, probe_abilities
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.sampling import Floats, Sampler, filter_bounds
 from outrider.grammar.compiler import GrammarCompiler
@@ -100,7 +100,10 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
             "residual sampling can't be replayed: its text may differ each time; expected coupled sampling"
         )
     constraint = GrammarCompiler(model.folder).constraint_for(claim.sampling, claim.ends, len(claim.tokens))
-    kv_cache = SeparateKVCache(model.model) if model.cpu is None else open_kv_cache(model)  # the target's own kernels
+    if model.cpu is not None:
+        kv_cache = open_kv_cache(model)  # the target's own kernels
+    else:
+        kv_cache = SeparateKVCache(model.model, probe_abilities(model).own_caches)
     slot = CacheSlot(model, kv_cache, claim.tokens, claim.sampling, constraint)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is out of range; expected 0 to {model.vocab_size - 1} for this model")

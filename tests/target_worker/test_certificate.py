@@ -12,12 +12,15 @@ import mlx.core as mx
 import pytest
 
 from outrider.engine.kv_cache import CacheSlot, SeparateKVCache
+from outrider.engine.load_checks import probe_abilities
 from outrider.engine.loading import load
 from outrider.engine.verify import verify
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.target_worker.certificate import Claim, certify, main
+from tests.harness.model_configs import WINDOW, config_of
+from tests.harness.tiny_models import write_model
 from tests.slots import open_slots
 
 PROMPT = (5, 9, 17, 4)
@@ -45,6 +48,14 @@ def test_output_of_the_model_itself_is_certified(model, params):
     report = certify(model, honest(model, params), lambda done, total: reported.append((done, total)))
     assert (report.positions, report.identical, report.ties, report.mismatches) == (LENGTH, LENGTH, (), ())
     assert report.context_length == model.context_length and reported == [(16, LENGTH)]
+
+
+def test_output_of_a_model_that_needs_its_own_caches_is_certified(tmp_path):
+    """One with a window that is not mlx-lm's own, which the text exceeds."""
+    model = load(write_model(tmp_path / "plamo3", config_of("plamo3")))
+    assert probe_abilities(model).own_caches
+    claim = honest(model, SamplingParams(temp=1.0, seed=3), 3 * WINDOW)
+    assert certify(model, claim).identical == len(claim.generated)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
