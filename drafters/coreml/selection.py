@@ -128,7 +128,7 @@ def select_package(packages: PackageSource, progress: ProgressCallback, thorough
         ModelError: no package of the draft can be made.
     """
     if reason := runtimes.unavailable_reason():
-        return Selection(f"{reason}; drafting with MLX instead")
+        return Selection(reason)
     kept = TrialStore(packages.source_hash)
     new = [form for form in packages.variants if not packages.is_converted(form)]
     rows: list[TrialResult] = []
@@ -145,7 +145,7 @@ def select_package(packages: PackageSource, progress: ProgressCallback, thorough
             packages.discard(form)
     rejections = "; ".join(f"{row.units}, {row.options}: {row.reason}" for row in rows if row.reason)
     if chosen is None or chosen.trial is None:
-        return Selection(f"Core ML does not help this draft on this machine; drafting with MLX instead ({rejections})")
+        return Selection(f"Core ML does not help this draft on this machine ({rejections})")
     sentence = f"drafting with Core ML on {chosen.units}, {chosen.options}, {chosen.trial.ms['q1']:.2f} ms a token"
     return Selection(f"{sentence} ({rejections})" if rejections else sentence, packages.get(chosen.options), chosen)
 
@@ -200,20 +200,21 @@ def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
         checkpoint = find_model_folder(model)
         packages = Packages(checkpoint, progress)
     chosen = select_package(packages, progress)
-    sentence = chosen.sentence
-    progress(sentence)
+    reason = chosen.sentence
     if chosen.package is not None and chosen.row is not None:
+        progress(chosen.sentence)
         try:
-            return CoreMLDrafter(chosen.package, open_runtime(chosen.package, chosen.row.units), note=sentence)
+            return CoreMLDrafter(chosen.package, open_runtime(chosen.package, chosen.row.units), note=chosen.sentence)
         except ModelError as error:  # although its trial succeeded before
-            sentence = f"{error}, drafting with MLX instead"
-            progress(sentence)
+            reason = str(error)
     if checkpoint is None:
-        raise ModelError(f"{sentence}; give the model that this package was converted from, not the package")
+        raise ModelError(f"{reason}; give the model that this package was converted from, not the package")
     from outrider.drafters.mlx import MlxDrafter
 
+    note = f"drafting with MLX instead of Core ML: {reason}"
+    progress(note)
     drafter = MlxDrafter.load(str(checkpoint), progress)
-    drafter.note = sentence
+    drafter.note = note
     return drafter
 
 
