@@ -111,7 +111,7 @@ class KVRows:
         """Moves column `columns[i]` (ascending, from `prefix` on) to column `prefix` + i, and drops the others."""
 
     def save(self, count: int) -> SavedPrefix:
-        """Returns a copy of the first `count` columns, evaluated; with `whole`, of all committed columns."""
+        """Returns a copy of the first `count` columns, evaluated: all of them with `has_extra_state`."""
         return SavedPrefix(0, ())
 
     def restore(self, start: CachedPrefix) -> None:

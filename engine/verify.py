@@ -279,7 +279,7 @@ def begin_forward(
     """Starts one forward over these slots of one KV cache.
 
     Args:
-        after: a forward of plain steps that is not read yet; every ask is then the plain step after the one there.
+        after: a forward of plain steps that is not read yet; every input is then the plain step after the one there.
     """
     parts: list[VerifyInput | PrefillChunk] = [*inputs, *chunks]
     hidden: list[mx.array | None] = [None] * len(parts)
