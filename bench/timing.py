@@ -28,7 +28,7 @@ from outrider.protocol.messages import (
     Branches,
     Close,
     Commit,
-    Coupled,
+    DraftTokens,
     Fault,
     Message,
     Open,
@@ -144,7 +144,7 @@ class Workbench:
 
     def verify(self, number: int, base_len: int, chain: Sequence[int]) -> Outcome:
         """Sends a VERIFY, and returns its outcome."""
-        self._pool.send_target(Verify(REQUEST_ID, 0, number, base_len, Coupled(tuple(chain))))
+        self._pool.send_target(Verify(REQUEST_ID, 0, number, base_len, DraftTokens(tuple(chain))))
         return self.wait(Outcome)
 
     def work_ahead(self, at: RoundPosition, depth: int, branches: int) -> Span:
@@ -157,7 +157,7 @@ class Workbench:
 
     def both(self, at: RoundPosition, depth: int, branches: int) -> ParallelRound:
         """Sends VERIFY and COMMIT, and waits for the outcome and all branches."""
-        self._pool.send_target(Verify(REQUEST_ID, 0, at.number, at.base_len, Coupled(at.chain)))
+        self._pool.send_target(Verify(REQUEST_ID, 0, at.number, at.base_len, DraftTokens(at.chain)))
         ahead = self.work_ahead(at, depth, branches)
         verify = self.wait(Outcome).work
         begun, ended = min(verify.started_ns, ahead.started_ns), max(verify.ended_ns, ahead.ended_ns)

@@ -23,7 +23,7 @@ from outrider.engine.residual import ResidualSampler
 from outrider.engine.sampling import History, Sampler, SamplingMetadata, apply_penalties, compute_scores
 from outrider.protocol.errors import InvalidRequest, ModelFault, OutriderError
 from outrider.protocol.schema import IMPOSSIBLE_LOGPROB, Logprobs
-from outrider.protocol.trees import SparseQ, accepted_path, chain_parents, node_depths, token_paths, tree_fault
+from outrider.protocol.trees import SparseQ, accepted_path, chain_parents, node_depths, one_hot, token_paths, tree_fault
 
 _MAX_REPLAYED_TOKENS = 8  # committed tokens a model with recurrent state may feed again before its next chain
 
@@ -50,7 +50,8 @@ class VerifyOutput:
 class VerifyInput:
     """What one slot verifies: a chain (if empty, a plain step), and the `q` that it was drawn from, if it was.
 
-    With `parents` the tokens are a tree (`protocol.trees`).
+    Without `q`, residual sampling takes the tokens as chosen with certainty. With `parents` they are a tree
+    (`protocol.trees`).
     """
 
     slot: CacheSlot
@@ -263,13 +264,12 @@ class BatchForward:
     ) -> VerifyOutput:
         if input_.parents:
             raise InvalidRequest("this request uses residual sampling, which can't verify a tree; expected a chain")
-        if input_.q is None:
-            raise InvalidRequest("this request uses residual sampling, and its chain has no q; expected one with q")
+        q = one_hot(input_.chain) if input_.q is None else input_.q
         log_p, places = sampler.log_p(self._logits[rows.start : rows.stop], metadata.histories), metadata.positions
         if not (log_p.max(axis=-1) > -np.inf).all():
             raise ModelFault("the target's logits are NaN or infinite; this request can't continue")
-        k = sampler.accepted(log_p[:-1], places[:-1], input_.chain, input_.q)
-        rejected = input_.q.part(k, k + 1) if k < len(input_.chain) else None
+        k = sampler.accepted(log_p[:-1], places[:-1], input_.chain, q)
+        rejected = q.part(k, k + 1) if k < len(input_.chain) else None
         return VerifyOutput(k, sampler.resample(log_p[k], places[k], rejected))
 
 

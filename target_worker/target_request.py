@@ -31,21 +31,19 @@ from outrider.protocol.errors import InvalidRequest, OutriderError, wrap_model_e
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import (
     Autonomous,
-    Coupled,
     DraftInProcess,
+    DraftTokens,
     Features,
     InProcess,
     InProcessDraft,
-    OneHot,
     Open,
     Outcome,
     Prepare,
     Span,
-    Sparse,
     Verify,
 )
 from outrider.protocol.schema import MAX_CHAIN, Logprobs, concat_logprobs
-from outrider.protocol.trees import DraftTree, SparseQ, merge_trees, one_hot
+from outrider.protocol.trees import DraftTree, merge_trees
 from outrider.target_worker.in_process_drafters import DraftSession, propose
 
 log = logging.getLogger(__name__)
@@ -133,7 +131,7 @@ class TargetRequest:
     answers: deque[Outcome] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_OUTCOMES))
     pending_verify: Verify | None = None
     prepared: Prepare | None = None
-    next_proposal: Coupled | None = None
+    next_proposal: DraftTokens | None = None
     autonomous: bool = False
     draft: InProcess | None = None
     max_tokens: int = 0
@@ -217,8 +215,8 @@ class TargetRequest:
                 return VerifyInput(self.slot, both.tokens, parents=both.parents)
             return VerifyInput(self.slot, proposed.chain, proposed.q, proposed.parents)
         if verify is not None:
-            return VerifyInput(self.slot, verify.chain, _draft_distribution(verify), verify.parents)
-        own = self.next_proposal or Coupled()
+            return VerifyInput(self.slot, verify.chain, verify.q, verify.parents)
+        own = self.next_proposal or DraftTokens()
         return VerifyInput(self.slot, own.chain, parents=own.parents)
 
     def on_verify(self, message: Verify) -> None:
@@ -263,7 +261,7 @@ class TargetRequest:
             bonus=output.bonus,
             work=work,
             idle_ns=max(idle, 0),
-            next_proposal=Coupled() if self.autonomous else self.next_proposal,
+            next_proposal=DraftTokens() if self.autonomous else self.next_proposal,
             path=output.path,
             rows=rows,
             peak_bytes=peak,
@@ -285,7 +283,7 @@ class TargetRequest:
         for session in self._drafting.values():
             session.close(discard)
 
-    def _find_next(self, number: int, committed: tuple[int, ...]) -> Coupled | None:
+    def _find_next(self, number: int, committed: tuple[int, ...]) -> DraftTokens | None:
         """Returns what PREPARE says to verify after this outcome; None: it waits for VERIFY."""
         prepared = self.prepared
         if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, number):
@@ -294,7 +292,7 @@ class TargetRequest:
         left = prepared.max_tokens - len(committed)
         if chain is not None or not prepared.row_costs or self._ends_with(committed, left):
             return chain
-        return Coupled(self._copy(left - 1, prepared.row_costs))
+        return DraftTokens(self._copy(left - 1, prepared.row_costs))
 
     def _ends_with(self, committed: tuple[int, ...], left: int) -> bool:
         """Returns whether the text ends with these tokens, after which `left` more are allowed."""
@@ -384,13 +382,3 @@ def _draft_with_one_drafter(requests: Sequence[TargetRequest]) -> None:
     span = Span(started_ns, clock.now())
     for (request, *_), draft in zip(turns, drafts, strict=True):
         request.set_proposal(draft, span)
-
-
-def _draft_distribution(message: Verify) -> SparseQ | None:
-    """Returns the distributions that the chain was drawn from; None: it is verified by equality."""
-    match message.proposal:
-        case OneHot(chain=chain):
-            return one_hot(chain)
-        case Sparse(q=q):
-            return q
-    return None

@@ -172,11 +172,11 @@ class Proposer:
     ) -> Proposal:
         """Returns a chain as a proposal: extended or truncated, or merged with others into a tree, unless rounds are
         reproducible or the chain comes with its q."""
-        max_chain_tokens = request.max_chain_tokens - len(committed)
+        max_chain_tokens, is_residual = request.max_chain_tokens - len(committed), request.admit.sampling.is_residual
         chain = drafted.chain[: max(min(request.plan.depth, max_chain_tokens), 0)]
-        q = drafted.q.part(0, len(chain)) if drafted.q is not None else None
+        q = drafted.q.part(0, len(chain)) if drafted.q is not None and is_residual else None
         proposal = Proposal(chain, source, lookup, q=q, drafter=drafted.drafter, offered=len(chain))
-        if self.full_depth or request.admit.sampling.is_residual:
+        if self.full_depth or is_residual:
             return proposal
         ngrams, odds = request.sequence.ngrams, drafted.odds[: len(chain)]
         if request.takes_trees:
@@ -447,7 +447,7 @@ class NextRound:
                 epoch=round_.epoch,
                 round=round_.number,
                 base_len=len(request.sequence.tokens),
-                proposal=round_.proposal.to_message(request.admit.sampling, request.remaining),
+                proposal=round_.proposal.to_message(request.remaining),
                 all_cores=self._planner.drafters_are_idle(request),
             )
         )

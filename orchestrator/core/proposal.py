@@ -30,15 +30,12 @@ from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.protocol.messages import (
     Alternatives,
     Autonomous,
-    Coupled,
     DraftInProcess,
+    DraftTokens,
     InProcess,
-    OneHot,
     Outcome,
-    Sparse,
 )
 from outrider.protocol.ngrams import MAX_COPY_TOKENS, Copy, NgramIndex
-from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import MAX_CHAIN, Origin
 from outrider.protocol.trees import (
     ROOT,
@@ -165,18 +162,14 @@ class Proposal:
             return replace(self, lookup=Lookup.LATE if self.lookup.found else Lookup.MISS)
         return replace(self, lookup=Lookup.GROWN) if self.lookup is Lookup.HIT else self
 
-    def to_message(
-        self, sampling: SamplingParams, max_tokens: int
-    ) -> Coupled | OneHot | Sparse | DraftInProcess | Autonomous:
+    def to_message(self, max_tokens: int) -> DraftTokens | DraftInProcess | Autonomous:
         """Returns the proposal as VERIFY carries it. `max_tokens`: by how many the request may still grow."""
         own = InProcess(self.draft, self.drafter, self.min_prob, self.row_costs) if self.draft else None
         if self.autonomous:
             return Autonomous(max_tokens, own)
         if own is not None:
             return DraftInProcess(own, max_tokens, self.chain, self.parents)
-        if not sampling.is_residual:
-            return Coupled(self.chain, self.parents)
-        return OneHot(self.chain) if self.q is None else Sparse(self.chain, self.q)
+        return DraftTokens(self.chain, self.parents, self.q)
 
 
 class DraftTrie:

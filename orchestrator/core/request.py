@@ -29,7 +29,7 @@ from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import CopyRound, Lookup, Proposal, propose_copy
 from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Alternatives, Branches, Coupled, Drafted, Outcome
+from outrider.protocol.messages import Alternatives, Branches, Drafted, DraftTokens, Outcome
 from outrider.protocol.ngrams import NgramIndex
 from outrider.protocol.schema import Origin, clip
 from outrider.protocol.trees import SparseQ
@@ -242,7 +242,7 @@ class RoundState:
         n-grams after a miss."""
         if self.proposal.autonomous:
             return replace(self.proposal, chain=(), parents=(), by=(), lookup=Lookup.NONE)
-        verified = outcome.next_proposal or Coupled()
+        verified = outcome.next_proposal or DraftTokens()
         prepared = self.prepared.get((committed, verified.chain, verified.parents))
         if prepared is not None:
             return prepared

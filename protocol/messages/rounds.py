@@ -114,24 +114,15 @@ class Open(EpochMessage, frozen=True):
         return len(self.tokens) - self.generated
 
 
-class Coupled(Record, frozen=True, tag=True):
-    """Draft tokens that are verified by equality: a chain, or a tree if they have parents."""
+class DraftTokens(Record, frozen=True, tag=True):
+    """Draft tokens: a chain, or a tree if they have parents. They are verified by the request's sampling rule.
+
+    `q`, for residual sampling only, is what a chain's tokens were drawn from; None: they were chosen with certainty.
+    """
 
     chain: Chain = ()
     parents: Parents = ()
-
-
-class OneHot(Record, frozen=True, tag=True):
-    """A chain that is verified by rejection sampling against a certain proposal."""
-
-    chain: Chain
-
-
-class Sparse(Record, frozen=True, tag=True):
-    """A chain that is verified by rejection sampling against the `q` that its tokens were drawn from."""
-
-    chain: Chain
-    q: SparseQ
+    q: SparseQ | None = None
 
 
 class InProcess(Record, frozen=True):
@@ -177,7 +168,7 @@ class Verify(RoundMessage, frozen=True):
     `all_cores`: no drafter works for the request until the next Verify, so the target may use the drafters' core.
     """
 
-    proposal: Coupled | OneHot | Sparse | DraftInProcess | Autonomous = Coupled()
+    proposal: DraftTokens | DraftInProcess | Autonomous = DraftTokens()
     all_cores: bool = False
 
     @property
@@ -188,7 +179,12 @@ class Verify(RoundMessage, frozen=True):
     @property
     def parents(self) -> tuple[int, ...]:
         """Their parents, if they are a tree."""
-        return self.proposal.parents if isinstance(self.proposal, Coupled | DraftInProcess) else ()
+        return self.proposal.parents if isinstance(self.proposal, DraftTokens | DraftInProcess) else ()
+
+    @property
+    def q(self) -> SparseQ | None:
+        """What the chain was drawn from, if it was."""
+        return self.proposal.q if isinstance(self.proposal, DraftTokens) else None
 
     @property
     def autonomous(self) -> bool:
@@ -246,10 +242,10 @@ class Prepare(RoundMessage, frozen=True):
     row_costs: RowCosts = ()
     max_tokens: Count = 0
 
-    def proposal(self, committed: CommitTokens) -> Coupled | None:
+    def proposal(self, committed: CommitTokens) -> DraftTokens | None:
         """Returns what is prepared for the outcome that commits these tokens; None if nothing is."""
         prepared = zip_longest(self.committed, self.chains, self.parents, fillvalue=())
-        return next((Coupled(chain, parents) for known, chain, parents in prepared if known == committed), None)
+        return next((DraftTokens(chain, parents) for known, chain, parents in prepared if known == committed), None)
 
 
 class InProcessDraft(Record, frozen=True):
@@ -279,7 +275,7 @@ class Outcome(RoundMessage, frozen=True):
     bonus: Token
     work: Span
     idle_ns: Nanoseconds = 0
-    next_proposal: Coupled | None = None
+    next_proposal: DraftTokens | None = None
     rows: Count = 1
     peak_bytes: Serial = 0
     drafted: InProcessDraft | None = None

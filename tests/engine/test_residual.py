@@ -489,10 +489,10 @@ def test_residual_chains_at_temperature_0_are_verified_by_equality(loaded: Calla
         assert verify(open_slots(model, [PROMPT], [greedy])[0], text[:3], q).bonus == text[3]
 
 
-def test_chain_has_a_q_exactly_if_the_request_is_residual(loaded: Callable[..., LoadedModel]) -> None:
+def test_only_a_residual_request_takes_a_q(loaded: Callable[..., LoadedModel]) -> None:
     model = loaded("llama")
-    with pytest.raises(InvalidRequest, match="no q; expected one with q"):
-        verify(open_slots(model, [PROMPT], [PENALISED])[0], [1, 2])
+    drawn = [verify(open_slots(model, [PROMPT], [PENALISED])[0], [1, 2], q) for q in (None, one_hot([1, 2]))]
+    assert drawn[0] == drawn[1]  # without a q tokens count as chosen with certainty
     coupled = SamplingParams(temp=1.0, seed=1)
     with pytest.raises(InvalidRequest, match="has a q; expected one without q"):
         verify(open_slots(model, [PROMPT], [coupled])[0], [1, 2], one_hot([1, 2]))

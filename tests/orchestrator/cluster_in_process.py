@@ -20,7 +20,7 @@ from outrider.protocol.messages import (
     Abilities,
     Autonomous,
     Close,
-    Coupled,
+    DraftTokens,
     Halt,
     Message,
     Open,
@@ -84,7 +84,7 @@ class OracleTarget:
         rest = Autonomous(plain.proposal.max_tokens - 1)
         following = structs.replace(plain, round=plain.round + 1, base_len=plain.base_len + 1, proposal=rest)
         self.plain, self._halted = following if more else None, False
-        return structs.replace(self._outcome(plain), next_proposal=Coupled() if more else None)
+        return structs.replace(self._outcome(plain), next_proposal=DraftTokens() if more else None)
 
     def _next_proposal(self, message: Verify) -> list[Message]:
         """The outcome, and, like the target worker's, the verify of the branch that was prepared for it, or after a
@@ -96,7 +96,7 @@ class OracleTarget:
         prepared = self._prepared.proposal(committed)
         left = self._prepared.max_tokens - len(committed)
         if prepared is None and self._prepared.row_costs and left > 0 and set(self._eos).isdisjoint(committed):
-            prepared = Coupled()
+            prepared = DraftTokens()
         if prepared is not None:
             at = outcome.base_len + outcome.accepted + 1
             self.autonomous = Verify(message.request, message.epoch, message.round + 1, at, prepared)

@@ -15,7 +15,7 @@ from outrider.protocol.messages import (
     Abilities,
     Autonomous,
     Close,
-    Coupled,
+    DraftTokens,
     Halt,
     InProcessDraft,
     InProcessDrafter,
@@ -97,7 +97,7 @@ class Target(HonestWorkers):
             depth = min(verify.draft.depth, room - 1, most) if verify.draft else len(verify.chain)
             accepted = min(self.accepted, depth) if verify.draft else 0
             more = verify.autonomous and not halted and room > accepted + 1
-            self._answer(number, base_len, depth, accepted, bool(verify.draft), Coupled() if more else None)
+            self._answer(number, base_len, depth, accepted, bool(verify.draft), DraftTokens() if more else None)
             base_len, number, room = base_len + accepted + 1, number + 1, room - accepted - 1
             if isinstance(self.sent[-1], Close):
                 return

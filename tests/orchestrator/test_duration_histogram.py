@@ -6,7 +6,7 @@ from outrider.orchestrator.core.metrics import BUCKET_BOUNDS_MS, DurationHistogr
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, ToFront
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Coupled, Outcome, Span
+from outrider.protocol.messages import DraftTokens, Outcome, Span
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
 from tests.orchestrator.test_hoping import Wires
@@ -29,7 +29,7 @@ def test_shared_forward_counts_once_and_prompt_reading_not_at_all() -> None:
         scheduler.begin(Admit(name, (1, 2, 3), SamplingParams(max_tokens=50), "ar", frozenset()), 0)
     for number, (begun, ended) in enumerate(((0, 4), (5, 7), (8, 11))):
         work = Span(begun * ms, ended * ms)
-        told = [Outcome(name, 0, number, 3 + number, 0, 5, work, next_proposal=Coupled()) for name in ("a", "b")]
+        told = [Outcome(name, 0, number, 3 + number, 0, 5, work, next_proposal=DraftTokens()) for name in ("a", "b")]
         scheduler.handle([("target-0", one) for one in told], ended * ms)
     lasted, verified = scheduler.metrics.rounds.snapshot(), scheduler.metrics.verifies.snapshot()
     assert (sum(lasted.counts), round(1000 * lasted.seconds)) == (4, 2 * (3 + 4))

@@ -18,7 +18,7 @@ from outrider.orchestrator.events import (
 from outrider.protocol.messages import (
     Abilities,
     Close,
-    Coupled,
+    DraftTokens,
     Message,
     Outcome,
     Progress,
@@ -124,7 +124,7 @@ def test_merged_tokens_keep_logprobs_origins_and_rounds() -> None:
 
 def test_plain_outcomes_in_one_batch_do_not_affect_time_estimates() -> None:
     scheduler, wires = under_way(9)
-    following = [replace(outcome("a"), round=n, base_len=3 + n, next_proposal=Coupled()) for n in (1, 2)]
+    following = [replace(outcome("a"), round=n, base_len=3 + n, next_proposal=DraftTokens()) for n in (1, 2)]
     scheduler.handle([("target-0", sent) for sent in (outcome("a"), *following)], 1)
     assert [sent.tokens for sent in wires.sent if isinstance(sent, Committed)] == [(5,), (5,), (5,)]
     scheduler.begin(Admit("d", (1, 2, 3), SamplingParams(), "auto", frozenset()), 1)

@@ -21,15 +21,14 @@ from outrider.protocol.messages import (
     Branches,
     Close,
     Commit,
-    Coupled,
     Drafted,
+    DraftTokens,
     Features,
     Generate,
     Hello,
     InProcess,
     Outcome,
     Span,
-    Sparse,
     Verify,
 )
 from outrider.protocol.sampling import SamplingParams
@@ -37,7 +36,7 @@ from outrider.protocol.trees import SparseQ
 
 EACH = int(os.environ.get("OUTRIDER_FUZZ", "10"))
 SPAN = Span(1, 2)
-VERIFY = Verify("r", 1, 2, 30, Coupled((4, 5, 6)))
+VERIFY = Verify("r", 1, 2, 30, DraftTokens((4, 5, 6)))
 OUTCOME = Outcome("r", 1, 2, 30, 0, 4, SPAN)
 
 
@@ -65,7 +64,7 @@ def test_arrays_are_sent_as_raw_little_endian_frames_and_decoded_read_only():
 
 def test_two_arrays_keep_their_order_and_an_absent_one_takes_no_frame():
     ids, probs = np.array([[1, 2]], np.int32), np.array([[0.5, 0.25]], np.float32)
-    both = decode(encode(replace(VERIFY, proposal=Sparse((4,), SparseQ(ids, probs))))).proposal
+    both = decode(encode(replace(VERIFY, proposal=DraftTokens((4,), q=SparseQ(ids, probs))))).proposal
     assert (both.q.ids == ids).all() and (both.q.probs == probs).all()
     frames = encode(OUTCOME)
     assert len(frames) == 1 and decode(frames).logprobs is None
@@ -96,9 +95,9 @@ INVALID_MESSAGES = {
     "negative": (replace(VERIFY, round=-1), "Verify.round is invalid: expected `int` >= 0"),
     "too large": (replace(VERIFY, base_len=2**31), "Verify.base_len"),
     "bool for int": (replace(VERIFY, epoch=True), "Verify.epoch is invalid: expected `int`, got `bool`"),
-    "numpy int": (replace(VERIFY, proposal=Coupled((np.int64(3),))), r"np.int64\(3\)"),
+    "numpy int": (replace(VERIFY, proposal=DraftTokens((np.int64(3),))), r"np.int64\(3\)"),
     "too long": (
-        replace(VERIFY, proposal=Coupled((1,) * 65)),
+        replace(VERIFY, proposal=DraftTokens((1,) * 65)),
         "Verify.proposal.chain is invalid: expected `array` of length <= 64",
     ),
     "no word": (
@@ -151,7 +150,7 @@ def test_commit_holds_all_tokens_of_a_fully_accepted_chain():
 
 def test_messages_encoded_together_are_decoded_in_order():
     ids, probs = np.array([[1, 2]], np.int32), np.array([[0.5, 0.25]], np.float32)
-    drawn = replace(VERIFY, proposal=Sparse((4,), SparseQ(ids, probs)))
+    drawn = replace(VERIFY, proposal=DraftTokens((4,), q=SparseQ(ids, probs)))
     together = encode_all((OUTCOME, drawn, Close("r"), VERIFY))
     assert len(together) == 6
     first, second, *rest = decode_all(together)

@@ -28,7 +28,7 @@ from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.messages import (
     Abilities,
-    Coupled,
+    DraftTokens,
     Failed,
     Hello,
     KvMemory,
@@ -108,12 +108,13 @@ class WatchedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A verify of `chain`, a tree with `parents`, from `source`, after `base_len` tokens, by the rule `kind` names."""
+    """A verify of `chain`, a tree with `parents`, from `source`, after `base_len` tokens. `kind`: the
+    class of the proposal, or drawn, if the chain came with what it was drawn from."""
 
     base_len: int
     chain: tuple[int, ...]
     source: str
-    kind: str = "Coupled"
+    kind: str = "DraftTokens"
     parents: tuple[int, ...] = ()
 
 
@@ -307,7 +308,13 @@ class Cluster(HonestWorkers):
             raise RuntimeError(f"the request broke: {last}")
         sources = self._recorder.sources  # what prolongs plain rounds proposes nothing
         rounds = [
-            Round(v.base_len, v.chain, sources[v.round], type(v.proposal).__name__, v.parents)
+            Round(
+                v.base_len,
+                v.chain,
+                sources[v.round],
+                "drawn" if v.q is not None else type(v.proposal).__name__,
+                v.parents,
+            )
             for v in self._verifies
             if v.round in sources
         ]
@@ -352,7 +359,7 @@ class Cluster(HonestWorkers):
                         message.epoch,
                         message.round,
                         message.base_len,
-                        Coupled(message.drafted.chain, message.drafted.parents),
+                        DraftTokens(message.drafted.chain, message.drafted.parents),
                     )
                 )
             if isinstance(message, Outcome) and message.next_proposal is not None and not self._going_on:

@@ -19,7 +19,7 @@ from outrider.drafters.drafter import TokenTree
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import BatchForward, VerifyInput, begin_forward
-from outrider.protocol.messages import Branches, Drafted, Message, Sparse, Verify
+from outrider.protocol.messages import Branches, Drafted, DraftTokens, Message, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ, one_hot
 from outrider.target_worker import model_runner
@@ -70,17 +70,15 @@ class Path:
 ONE_STEP = Schedule(turns=(2,))
 HITS = {"full_depth": True, "branches": 12, "ngrams": False, "depth": 2}
 PATHS = {
-    "hit": Path("ssd", "hit", "Sparse", HITS),
-    "shallow hit": Path("ssd", "hit", "Sparse", {**HITS, "full_depth": False, "schedule": ONE_STEP}, share=0.3),
-    "miss": Path("ssd", "drafter", "Sparse", {"branches": 1, "schedule": SLOW, "ngrams": False}),
-    "sd": Path("sd", "drafter", "Sparse", {"ngrams": False}),
-    "saguaro": Path(
-        "ssd", "hit", "Sparse", {**HITS, "branches": 6}, sampling=replace(SAMPLING, saguaro=0.3), share=0.5
-    ),
-    "n-gram": Path("ssd", "ngram", "OneHot", {}, "none"),
-    "certain": Path("ssd", "hit", "OneHot", HITS, "certain"),
+    "hit": Path("ssd", "hit", "drawn", HITS),
+    "shallow hit": Path("ssd", "hit", "drawn", {**HITS, "full_depth": False, "schedule": ONE_STEP}, share=0.3),
+    "miss": Path("ssd", "drafter", "drawn", {"branches": 1, "schedule": SLOW, "ngrams": False}),
+    "sd": Path("sd", "drafter", "drawn", {"ngrams": False}),
+    "saguaro": Path("ssd", "hit", "drawn", {**HITS, "branches": 6}, sampling=replace(SAMPLING, saguaro=0.3), share=0.5),
+    "n-gram": Path("ssd", "ngram", "DraftTokens", {}, "none"),
+    "certain": Path("ssd", "hit", "DraftTokens", HITS, "certain"),
     "ar": Path("ar", "none", "Autonomous", {}),
-    "any": Path("ssd", "hit", "Sparse", {"schedule": MIXED, "branches": 4}, share=0.2),
+    "any": Path("ssd", "hit", "drawn", {"schedule": MIXED, "branches": 4}, share=0.2),
 }
 
 
@@ -141,18 +139,18 @@ def test_texts_sharing_forwards_have_the_targets_distribution(
 
 def unscaled(message: Verify, last: int) -> Verify:
     """The q that Saguaro's factor was left out of."""
-    if not isinstance(message.proposal, Sparse):
+    if message.q is None:
         return message
-    before, ids = [last, *message.chain[:-1]], message.proposal.q.ids
+    before, ids = [last, *message.chain[:-1]], message.q.ids
     weights = [np.exp(OTHER[token][row]) for token, row in zip(before, ids, strict=True)]
     q = SparseQ(ids, np.array([row / row.sum() for row in weights], np.float32))
-    return structs.replace(message, proposal=Sparse(message.chain, q))
+    return structs.replace(message, proposal=DraftTokens(message.chain, q=q))
 
 
 def taken_as_flat(message: Verify, last: int) -> Verify:
     ids = np.tile(np.arange(V, dtype=np.int32), (len(message.chain), 1))
     q = SparseQ(ids, np.full(ids.shape, 1 / V, np.float32))
-    return structs.replace(message, proposal=Sparse(message.chain, q))
+    return structs.replace(message, proposal=DraftTokens(message.chain, q=q))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +231,7 @@ def test_residual_rule_changes_nothing_at_temperature_zero(
     sampling = SamplingParams(max_tokens=60, rule="residual")
     run = make_cluster("model", schedule=MIXED).run(PROMPT, sampling, mode)
     assert run.tokens == plain(small_pair("self")[0], PROMPT, replace(sampling, rule="coupled"))
-    assert {round_.kind for round_ in run.rounds} <= {"Coupled", "Autonomous"}
+    assert {round_.kind for round_ in run.rounds} <= {"DraftTokens", "Autonomous"}
 
 
 def test_coupled_chains_carry_no_q(make_cluster: Make) -> None:
@@ -248,6 +246,24 @@ def test_coupled_chains_carry_no_q(make_cluster: Make) -> None:
     handle = intercept(cluster.rounds, look)
     cluster.run(PROMPT, SamplingParams(max_tokens=40, temp=1.0, seed=1))
     assert len(seen) > 10 and set(seen) == {None}
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_a_q_of_a_coupled_chain_is_ignored(make_cluster: Make, mode: str) -> None:
+    """A drafter must not be able to end a text, and the target fails a coupled chain with a q."""
+    sampling = SamplingParams(max_tokens=40, temp=1.0, seed=1)
+    expected = make_cluster("model", schedule=MIXED).run(PROMPT, sampling, mode).tokens
+    cluster = make_cluster("model", schedule=MIXED)
+
+    def drawn(sender: str, message: Message, now_ns: int) -> None:
+        if isinstance(message, Branches | Drafted):
+            drafts = message.entries if isinstance(message, Branches) else (message,)
+            message = structs.replace(message, q=one_hot([token for draft in drafts for token in draft.chain]))
+        handle(sender, message, now_ns)
+
+    handle = intercept(cluster.rounds, drawn)
+    run = cluster.run(PROMPT, sampling, mode)
+    assert run.tokens == expected and run.timings.draft_n > 20
 
 
 def test_one_hot_q_fits_its_chain() -> None:

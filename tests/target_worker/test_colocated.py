@@ -12,7 +12,18 @@ from msgspec.structs import replace
 
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import WorkAhead
-from outrider.protocol.messages import Autonomous, Close, Coupled, Fault, Halt, InProcess, Open, Outcome, Resync, Verify
+from outrider.protocol.messages import (
+    Autonomous,
+    Close,
+    DraftTokens,
+    Fault,
+    Halt,
+    InProcess,
+    Open,
+    Outcome,
+    Resync,
+    Verify,
+)
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
@@ -127,7 +138,7 @@ def test_plain_rounds_received_chains_and_own_chains_can_alternate() -> None:
         message = [
             drafting(number, base_len),
             plain_rounds(number, base_len, 3),
-            Verify("r", 0, number, base_len, Coupled((TRUTH[base_len], wrong))),
+            Verify("r", 0, number, base_len, DraftTokens((TRUTH[base_len], wrong))),
         ][turns % 3]
         found = worker_under_test.exchange(message, turns=2) + worker_under_test.exchange(Halt("r", 0))
         assert all(isinstance(a, Outcome) for a in found)
@@ -157,7 +168,7 @@ def test_verify_stops_autonomous_rounds_and_continues_from_them() -> None:
     worker_under_test = WorkerUnderTest()
     last = worker_under_test.exchange(drafting(1, START), turns=3)[-1]
     at = last.base_len + last.accepted + 1
-    answers = worker_under_test.exchange(Verify("r", 0, last.round + 1, at, Coupled((TRUTH[at],))))
+    answers = worker_under_test.exchange(Verify("r", 0, last.round + 1, at, DraftTokens((TRUTH[at],))))
     assert [(a.accepted, a.bonus, a.drafted) for a in answers] == [(1, TRUTH[at + 1], None)]
 
 
@@ -257,7 +268,7 @@ def test_verify_during_another_prompt_replaces_the_draft_under_way(order: str) -
 
     def asking(tokens: list[int], *arguments: Any, **named: Any) -> Any:
         if len(tokens) > 1000:
-            worker_under_test.worker._handle(Verify(ours, 0, answers[-1].round + 1, at, Coupled((TRUTH[at],))))
+            worker_under_test.worker._handle(Verify(ours, 0, answers[-1].round + 1, at, DraftTokens((TRUTH[at],))))
         return open_one(tokens, *arguments, **named)
 
     worker_under_test.own.drafter.open = asking  # type: ignore[union-attr, method-assign]

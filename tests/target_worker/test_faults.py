@@ -15,7 +15,7 @@ from mlx_lm.models import qwen3_next
 from msgspec.structs import replace as replace_struct
 
 from outrider.engine.loading import LoadedModel, load
-from outrider.protocol.messages import Abilities, Autonomous, Coupled, Fault, OneHot, Open, Outcome, Verify
+from outrider.protocol.messages import Abilities, Autonomous, DraftTokens, Fault, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
@@ -72,7 +72,7 @@ def test_draft_that_the_model_fails_on_costs_only_its_round(fault: Exception | N
     worker = TargetWorker(link, poisoned(fault))  # type: ignore[arg-type]
     first = answered(worker, link, [asked("plain", [1, 2], sampling), asked("drafted", [1, 2], sampling)])
     assert not faults(first) and len(first) == 2
-    proposal = (OneHot if sampling is RESIDUAL else Coupled)((POISON, 1))
+    proposal = DraftTokens((POISON, 1))
     for messages in ([Verify("drafted", 0, 1, 3, proposal)], [Verify("plain", 0, 1, 3)]):  # alone, then together
         first += answered(worker, link, messages)
     first += answered(worker, link, [Verify("drafted", 0, 2, 4, proposal), Verify("plain", 0, 2, 4)])
@@ -93,7 +93,7 @@ def test_failed_verify_leaves_the_recurrent_state_of_others(
         return plain(self, tokens, *rest, **others)
 
     monkeypatch.setattr(qwen3_next.Model, "__call__", call)
-    poisoned, texts = Verify("poisoned", 0, 1, 3, Coupled((POISON, 1))), list[list[int]]()
+    poisoned, texts = Verify("poisoned", 0, 1, 3, DraftTokens((POISON, 1))), list[list[int]]()
     for more in ([], [poisoned]):
         link = FakeLink("target-0", deque())
         worker = TargetWorker(link, model)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward
 from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import CannotDraft, ModelFault
-from outrider.protocol.messages import Autonomous, Coupled, InProcess, Open, Outcome, Verify
+from outrider.protocol.messages import Autonomous, DraftTokens, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
@@ -130,7 +130,7 @@ def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: Load
         rest = truth[at - start :]
         chain = (rest[0], (rest[1] + 1) % 258)
         autonomous = Verify("r", 0, running.round + 1, at, Autonomous(5, None if turn % 3 else InProcess(3)))
-        word = Verify("r", 0, running.round + 1, at, Coupled(chain)) if turn % 3 == 1 else autonomous
+        word = Verify("r", 0, running.round + 1, at, DraftTokens(chain)) if turn % 3 == 1 else autonomous
         answered(worker, link, [word])
     assert running.slot.tokens[start:] == truth[: len(running.slot.tokens) - start]
     draft = running._drafting["own"]

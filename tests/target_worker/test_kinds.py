@@ -1,4 +1,4 @@
-"""A chain is verified by the rule of its kind; an unsupported kind fails only that request."""
+"""A chain is verified by the request's sampling rule; one that does not fit the rule fails only that request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from outrider.protocol.messages import Coupled, Fault, OneHot, Open, Outcome, Sparse, Verify
+from outrider.protocol.messages import DraftTokens, Fault, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ, one_hot
 from outrider.target_worker.worker import TargetWorker
@@ -29,38 +29,40 @@ def answer(sampling: SamplingParams, verify: Verify) -> Any:
     return answered(worker, link, [replace(verify, request="r", base_len=len(PROMPT) + 1)])[-1]
 
 
-def verify(proposal: Coupled | OneHot | Sparse) -> Verify:
-    return Verify("", 0, 1, 0, proposal)
+def verify(chain: tuple[int, ...], q: SparseQ | None = None, parents: tuple[int, ...] = ()) -> Verify:
+    return Verify("", 0, 1, 0, DraftTokens(chain, parents, q))
 
 
-def test_one_hot_chain_equals_a_sparse_chain_with_a_one_hot_q() -> None:
+def test_tokens_without_a_q_were_chosen_with_certainty() -> None:
     for token in range(6):
-        certain = answer(RESIDUAL, verify(OneHot((token,))))
-        told = answer(RESIDUAL, verify(Sparse((token,), one_hot([token]))))
+        certain = answer(RESIDUAL, verify((token,)))
+        told = answer(RESIDUAL, verify((token,), one_hot([token])))
         assert isinstance(certain, Outcome) and (certain.accepted, certain.bonus) == (told.accepted, told.bonus)
 
 
-def test_q_matters_only_for_sparse_chains() -> None:
+def test_drawn_tokens_are_accepted_by_their_q() -> None:
     unlikely = SparseQ(np.arange(6, dtype=np.int32)[None], np.array([[0.999, *[0.0002] * 5]], np.float32))
-    sparse = [answer(RESIDUAL, verify(Sparse((token,), unlikely))).accepted for token in range(1, 6)]
-    certain = [answer(RESIDUAL, verify(OneHot((token,)))).accepted for token in range(1, 6)]
-    assert sparse == [1] * 5 and sum(certain) < 5
+    drawn = [answer(RESIDUAL, verify((token,), unlikely)).accepted for token in range(1, 6)]
+    certain = [answer(RESIDUAL, verify((token,))).accepted for token in range(1, 6)]
+    assert drawn == [1] * 5 and sum(certain) < 5
 
 
 @pytest.mark.parametrize("sampling", [RESIDUAL, COUPLED])
-def test_empty_chain_of_any_kind_is_a_plain_step(sampling: SamplingParams) -> None:
-    bonuses = {answer(sampling, verify(kind(()))).bonus for kind in (Coupled, OneHot)}
+def test_empty_chain_is_a_plain_step(sampling: SamplingParams) -> None:
+    bonuses = {answer(sampling, verify((), q)).bonus for q in (None, one_hot([]))}
     assert len(bonuses) == 1
 
 
 @pytest.mark.parametrize(
     ("sampling", "message", "sentence"),
     [
-        (RESIDUAL, verify(Coupled((1,))), "uses residual sampling"),
-        (COUPLED, verify(OneHot((1,))), "uses coupled sampling"),
-        (RESIDUAL, verify(Sparse((1,), one_hot([2]))), "does not fit the chain"),
+        (RESIDUAL, verify((1, 2), None, (-1, -1)), "can't verify a tree"),
+        (COUPLED, verify((1,), one_hot([1])), "uses coupled sampling"),
+        (RESIDUAL, verify((1,), one_hot([2])), "does not fit the chain"),
     ],
 )
-def test_unsupported_kind_is_a_fault_with_a_reason(sampling: SamplingParams, message: Verify, sentence: str) -> None:
+def test_chain_that_does_not_fit_the_rule_is_a_fault_with_a_reason(
+    sampling: SamplingParams, message: Verify, sentence: str
+) -> None:
     fault = answer(sampling, message)
     assert isinstance(fault, Fault) and fault.request == "r" and sentence in fault.message

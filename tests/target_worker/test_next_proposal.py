@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from outrider.drafters.ngrams import NgramDrafter
 from outrider.protocol.heads import NGRAM
-from outrider.protocol.messages import Autonomous, Branch, Close, Coupled, Message, Open, Outcome, Prepare, Verify
+from outrider.protocol.messages import Autonomous, Branch, Close, DraftTokens, Message, Open, Outcome, Prepare, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
@@ -59,11 +59,11 @@ def test_prepared_branch_is_verified_as_the_next_round() -> None:
     worker, link = opened()
     wrong = (TEXT[2] + 1) % 6
     link.inbox += [
-        Verify("r", 0, 1, len(PROMPT) + 1, Coupled((TEXT[1], wrong))),
+        Verify("r", 0, 1, len(PROMPT) + 1, DraftTokens((TEXT[1], wrong))),
         prepare(1, Branch((TEXT[1],), ()), Branch((TEXT[1], TEXT[2]), (TEXT[3], TEXT[4]))),
     ]
     _, first, second = answers(worker, link)
-    assert (first.accepted, first.bonus, first.next_proposal) == (1, TEXT[2], Coupled((TEXT[3], TEXT[4])))
+    assert (first.accepted, first.bonus, first.next_proposal) == (1, TEXT[2], DraftTokens((TEXT[3], TEXT[4])))
     assert (second.round, second.base_len, second.accepted, second.bonus) == (2, len(PROMPT) + 3, 2, TEXT[5])
     assert second.next_proposal is None
 
@@ -102,7 +102,7 @@ def test_after_another_outcome_ngrams_are_verified_if_they_may_be(left: int) -> 
 
     worker, link = opened(repeated)
     link.inbox += [Verify("r", 0, 1, len(repeated) + 1), replace(missed, row_costs=(0.0, 9.0), max_tokens=left)]
-    assert answers(worker, link)[1].next_proposal == Coupled(), "no token is worth its row"
+    assert answers(worker, link)[1].next_proposal == DraftTokens(), "no token is worth its row"
 
 
 def test_nothing_follows_an_end_token() -> None:

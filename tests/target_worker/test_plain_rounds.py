@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from outrider.protocol.messages import Autonomous, Close, Coupled, Halt, Open, Outcome, Resync, Verify
+from outrider.protocol.messages import Autonomous, Close, DraftTokens, Halt, Open, Outcome, Resync, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered, deliver_during_a_forward
@@ -51,7 +51,7 @@ def is_plain_text(answers: list[Any]) -> bool:
 def test_plain_rounds_end_at_the_token_limit() -> None:
     found = WorkerUnderTest().exchange(plain(1, 5))
     assert len(found) == 5 and is_plain_text(found)
-    assert [a.next_proposal for a in found] == [Coupled()] * 4 + [None]
+    assert [a.next_proposal for a in found] == [DraftTokens()] * 4 + [None]
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3, 7])
@@ -60,7 +60,7 @@ def test_halt_is_answered_with_one_last_outcome_that_waits(turns: int) -> None:
     found = worker_under_test.exchange(plain(1), turns=turns) + worker_under_test.exchange(HALT)
     assert (
         is_plain_text(found)
-        and {a.next_proposal for a in found[:-1]} <= {Coupled()}
+        and {a.next_proposal for a in found[:-1]} <= {DraftTokens()}
         and found[-1].next_proposal is None
     )
     assert len(found) <= turns + 1
@@ -73,7 +73,7 @@ def test_halt_during_a_forward_ends_with_the_step_that_has_begun() -> None:
     found = worker_under_test.exchange(plain(1), turns=4)
     deliver_during_a_forward(worker_under_test.worker, worker_under_test.link, lambda: HALT)
     found += worker_under_test.exchange()
-    assert is_plain_text(found) and [a.next_proposal for a in found] == [Coupled()] * (len(found) - 1) + [None]
+    assert is_plain_text(found) and [a.next_proposal for a in found] == [DraftTokens()] * (len(found) - 1) + [None]
 
 
 def test_verify_repeated_during_a_long_step_changes_nothing() -> None:

@@ -16,7 +16,17 @@ from msgspec.structs import replace
 from outrider.engine.kv_cache import FlatKVCache
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol import clock
-from outrider.protocol.messages import CacheReport, Close, Coupled, Fault, KvMemory, Open, Outcome, Prefilled, Verify
+from outrider.protocol.messages import (
+    CacheReport,
+    Close,
+    DraftTokens,
+    Fault,
+    KvMemory,
+    Open,
+    Outcome,
+    Prefilled,
+    Verify,
+)
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import CacheUse
 from outrider.target_worker.worker import TargetWorker
@@ -232,5 +242,5 @@ def test_rest_of_a_prompt_that_waited_for_a_prefix_is_offered_to_prefill_workers
     worker_under_test.exchange()
     assert worker_under_test.told(Prefilled)["stays"].done >= len(SYSTEM) - 1
     assert "stays" not in worker_under_test.told(Outcome), "it waits for the orchestrator's decision"
-    worker_under_test.exchange(Verify("stays", 0, 0, len(rest), Coupled()))
+    worker_under_test.exchange(Verify("stays", 0, 0, len(rest), DraftTokens()))
     assert worker_under_test.told(Outcome)["stays"].bonus == bonus(rest)

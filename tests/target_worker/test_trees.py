@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from outrider.drafters.growth import Continuation
 from outrider.engine.loading import LoadedModel
-from outrider.protocol.messages import Autonomous, Coupled, InProcess, Open, Outcome, Prepare, Verify
+from outrider.protocol.messages import Autonomous, DraftTokens, InProcess, Open, Outcome, Prepare, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import tree_fault
 from outrider.target_worker.in_process_drafters import InProcessDrafters
@@ -91,7 +91,7 @@ def test_received_and_prepared_trees_do_not_change_the_text(
             nexts, behind = forked(rest[right + 1 : right + 3], draws)
             committed = tuple(rest[: right + 1])
             place = str(number), 0, running.round + 1, at
-            words += [Verify(*place, Coupled(tokens, parents))]
+            words += [Verify(*place, DraftTokens(tokens, parents))]
             words += [Prepare(*place, ((9, 9), committed), ((), nexts), ((), behind))]
             trees[str(number), running.round + 1], trees[str(number), running.round + 2] = tokens, nexts
         found = answered(worker, link, words)
@@ -139,8 +139,8 @@ def test_invalid_tree_ends_only_its_request(target: LoadedModel, alone: Alone) -
     answered(worker, link, ())
     chain = tuple(alone(0.0, 2)[1][1:3])
     words = [
-        Verify("0", 0, 1, len(PROMPTS[0]) + 1, Coupled((4, 4), (-1, -1))),
-        Verify("1", 0, 1, len(PROMPTS[1]) + 1, Coupled(chain)),
+        Verify("0", 0, 1, len(PROMPTS[0]) + 1, DraftTokens((4, 4), (-1, -1))),
+        Verify("1", 0, 1, len(PROMPTS[1]) + 1, DraftTokens(chain)),
     ]
     fault_, outcome = answered(worker, link, words)
     assert "follows node -1 of a tree twice" in fault_.message

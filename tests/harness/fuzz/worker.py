@@ -23,8 +23,8 @@ from outrider.protocol.messages import (
     Branches,
     Close,
     Commit,
-    Coupled,
     DraftInProcess,
+    DraftTokens,
     Halt,
     InProcess,
     KvMemory,
@@ -32,7 +32,6 @@ from outrider.protocol.messages import (
     Open,
     Outcome,
     Prepare,
-    Sparse,
     Verify,
 )
 from outrider.protocol.sampling import SamplingParams
@@ -149,8 +148,8 @@ def _examples() -> list[Message]:
     return [
         Open("r", 0, 0, np.array([1, 2, 3], np.int32), SamplingParams(max_tokens=30), (0,), 3, 4, ()),
         Open("s", 0, 0, np.array([4, 5], np.int32), SamplingParams(temp=0.8, seed=1, logprobs=2), (), 2, 4, None),
-        Verify("r", 0, 1, 4, Coupled((7, 8))),
-        Verify("r", 0, 1, 4, Sparse((7,), SparseQ(np.array([[7]], np.int32), np.ones((1, 1), np.float32)))),
+        Verify("r", 0, 1, 4, DraftTokens((7, 8))),
+        Verify("r", 0, 1, 4, DraftTokens((7,), (), SparseQ(np.array([[7]], np.int32), np.ones((1, 1), np.float32)))),
         Verify("s", 0, 1, 3, Autonomous(20, InProcess(3))),
         Verify("s", 0, 1, 3, DraftInProcess(InProcess(3), 20, (5, 6), (-1, -1))),
         Prepare("r", 0, 1, 4, ((7, 9),), ((1, 2),)),

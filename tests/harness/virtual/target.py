@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS
 from outrider.protocol.messages import (
     Close,
-    Coupled,
+    DraftTokens,
     Halt,
     Message,
     Open,
@@ -196,7 +196,7 @@ class PacedTarget:
         nodes = held(text, verify)
         bonus = text[at + len(nodes)] if at + len(nodes) < len(text) else 0
         committed = (*(verify.chain[node] for node in nodes), bonus)
-        next_proposal = Coupled() if playing.autonomous else self._next_proposal(playing, verify, committed)
+        next_proposal = DraftTokens() if playing.autonomous else self._next_proposal(playing, verify, committed)
         return Outcome(
             verify.request,
             verify.epoch,
@@ -211,7 +211,7 @@ class PacedTarget:
             path=path_of(nodes),
         )
 
-    def _next_proposal(self, playing: Playing, verify: Verify, committed: tuple[int, ...]) -> Coupled | None:
+    def _next_proposal(self, playing: Playing, verify: Verify, committed: tuple[int, ...]) -> DraftTokens | None:
         prepared = playing.prepared
         return prepared.proposal(committed) if prepared is not None and prepared.round == verify.round else None
 
