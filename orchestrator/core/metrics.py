@@ -64,25 +64,22 @@ SOURCE_NAMES = {
 TRACE_BUFFER_BYTES = 1 << 16
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RoundEntry:
-    """One round.
+    """One round that has ended.
 
-    Its `proposal` was `decided` in a span from its first wait on; the outcome before it had `after` accepted tokens.
-    Set when the round has ended: the accepted `nodes`, the number of tokens `kept`, and the times of the target (0:
-    they are not those of a verify).
+    The outcome before it had `after` accepted tokens; its `proposal` `waited` for a drafter. The `nodes` were accepted,
+    and `kept` tokens became final. The times are the target's (0: they are not those of a verify).
     """
 
-    proposal: Proposal = field(default_factory=Proposal)
-    after: int = 0
-    waits: int = 0
-    waited_ns: int = 0
-    decided: Span | None = None
-    nodes: Sequence[int] = ()
-    kept: int = 0
-    verify_ns: int = 0
-    idle_ns: int = 0
-    ended_ns: int = 0
+    proposal: Proposal
+    after: int
+    waited: bool
+    nodes: Sequence[int]
+    kept: int
+    verify_ns: int
+    idle_ns: int
+    ended_ns: int
 
 
 @dataclass(slots=True)
@@ -131,7 +128,7 @@ class RoundSums:
             self.accepted_by_drafter[proposal.drafter] += sum(origin not in others for origin in by)
         self.accepted_by_origin.update(by)
         self.copied += proposal.source is Origin.COPIED
-        self.waits += entry.waits
+        self.waits += entry.waited
         self.verify_ns += entry.verify_ns
         self.idle_ns += entry.idle_ns
         self.last_ns = entry.ended_ns
@@ -157,17 +154,6 @@ class RequestMetrics:
     _recent: dict[int, RoundEntry] = field(default_factory=dict)
     _drafting: list[DraftWork] = field(default_factory=list)
 
-    def on_wait(self, number: int, now_ns: int) -> None:
-        """Records that round `number` waits for a drafter."""
-        entry = self._entry(number)
-        entry.waits += 1
-        entry.waited_ns = entry.waited_ns or now_ns
-
-    def on_proposed(self, number: int, proposal: Proposal, now_ns: int) -> None:
-        """Records the proposal of round `number`."""
-        entry = self._entry(number)
-        entry.proposal, entry.decided = proposal, Span(entry.waited_ns or now_ns, now_ns)
-
     def on_drafts(self, drafter: str, message: Branches | Drafted, now_ns: int) -> None:
         """Records drafting; work from before the request, or with impossible times, is left out."""
         work, is_full = message.work, len(self._drafting) >= MAX_REPORTED_WORKS
@@ -180,18 +166,24 @@ class RequestMetrics:
 
         The time of a round that began by reading the whole text is not that of a verify.
         """
-        entry, outcome, proposal = self._entry(ended.number), ended.outcome, ended.proposal
-        entry.after = len(self._recent[ended.number - 1].nodes) if ended.number - 1 in self._recent else 0
-        source = proposal.source if proposal.chain else Origin.TARGET  # also if a drafter here found nothing
-        entry.proposal = replace(proposal, source=source, q=None)  # q may hold a whole message
-        entry.nodes, entry.kept, entry.ended_ns = ended.nodes, len(ended.kept), now_ns
-        if self.first_ns and not ended.read:
-            entry.verify_ns, entry.idle_ns = outcome.work.duration_ns, outcome.idle_ns
+        outcome, source = ended.outcome, ended.proposal.source
+        source = source if ended.proposal.chain else Origin.TARGET  # also if a drafter here found nothing
+        proposal = replace(ended.proposal, source=source, q=None)  # q may hold a whole message
+        after = len(self._recent[ended.number - 1].nodes) if ended.number - 1 in self._recent else 0
+        verify_ns, idle_ns = outcome.work.duration_ns, outcome.idle_ns
+        if ended.read or not self.first_ns:
+            verify_ns = idle_ns = 0
+        self._recent[ended.number] = RoundEntry(
+            proposal, after, ended.waited, ended.nodes, len(ended.kept), verify_ns, idle_ns, now_ns
+        )
+        if len(self._recent) > MAX_RECENT_ROUNDS:
+            oldest = self._recent.pop(min(self._recent))
+            self._sums.add(oldest, oldest.kept)
         self.first_ns = self.first_ns or now_ns
-        return self._report(ended, entry) if self.reports else None
+        return self._report(ended, proposal) if self.reports else None
 
-    def _report(self, ended: SettledRound, entry: RoundEntry) -> RoundRecord:
-        proposal, outcome = entry.proposal, ended.outcome
+    def _report(self, ended: SettledRound, proposal: Proposal) -> RoundRecord:
+        outcome, kept = ended.outcome, len(ended.kept)
         drafting, self._drafting = self._drafting, []
         if outcome.drafted is not None:
             name, work = proposal.drafter or TARGET_DRAFTER_TRACK, self._relative(outcome.drafted.span)
@@ -201,20 +193,16 @@ class RequestMetrics:
             lookup=proposal.lookup.value,
             source=SOURCE_NAMES[proposal.source],
             drafted=len(proposal.chain),
-            accepted=min(outcome.accepted, entry.kept),
-            tokens=entry.kept,
+            accepted=min(outcome.accepted, kept),
+            tokens=kept,
             verify=self._relative(outcome.work),
-            decided=self._relative(entry.decided) if entry.decided is not None else None,
+            decided=self._relative(ended.decided) if ended.decided is not None else None,
             drafting=tuple(drafting),
         )
 
     def _relative(self, span: Span) -> Span:
         """Returns a span in nanoseconds since the request began."""
         return Span(max(span.started_ns - self.admitted_ns, 0), max(span.ended_ns - self.admitted_ns, 0))
-
-    def on_rounds_lost(self) -> None:
-        """Drops the rounds that will have no outcome: those under way or waiting."""
-        self._recent = {number: entry for number, entry in self._recent.items() if entry.ended_ns}
 
     def on_cached(self, tokens: int, drafter: bool) -> None:
         """Records how many prompt tokens the target, or a drafter, had in its cache; the first report counts."""
@@ -230,8 +218,8 @@ class RequestMetrics:
     def timings(self, prompt_n: int, predicted_n: int) -> Timings:
         """Returns the timings of the rounds up to token `predicted_n`."""
         sums, cached = deepcopy(self._sums), min(self._cached, prompt_n)
-        for _, entry in sorted(self._recent.items(), key=lambda item: item[0]):
-            if entry.ended_ns and sums.tokens < predicted_n:
+        for entry in self._recent.values():
+            if sums.tokens < predicted_n:
                 sums.add(entry, predicted_n - sums.tokens)
         predicted_ms = max(sums.last_ns - self.first_ns, 0) / MILLISECOND_NS
         positions = range(max(sums.drafted_at, default=-1) + 1)
@@ -272,15 +260,6 @@ class RequestMetrics:
             draft_n_accepted_by=dict(sorted(sums.accepted_by_drafter.items())),
             draft_n_accepted_from={o.name.lower(): count for o, count in sorted(sums.accepted_by_origin.items())},
         )
-
-    def _entry(self, number: int) -> RoundEntry:
-        """Returns the round's entry; the oldest of more than `MAX_RECENT_ROUNDS` is added to the sums."""
-        if number not in self._recent:
-            self._recent[number] = RoundEntry()
-            if len(self._recent) > MAX_RECENT_ROUNDS:
-                oldest = self._recent.pop(min(self._recent))
-                self._sums.add(oldest, oldest.kept)
-        return self._recent[number]
 
 
 class DurationHistogram:
@@ -385,12 +364,6 @@ class RoundMetrics:
         self._trace = trace
         self._verified_ns = 0
 
-    def on_proposed(self, request: Request, now_ns: int) -> None:
-        number, proposal = request.round.number, request.round.proposal
-        request.metrics.on_proposed(number, proposal, now_ns)
-        if self._trace.enabled and not proposal.draft:
-            self._mark(_trace_name(proposal), now_ns, number, proposal.chain)
-
     def on_drafts(self, request: Request, sender: str, message: Branches | Drafted, now_ns: int) -> None:
         request.metrics.on_drafts(sender, message, now_ns)
         if not self._trace.enabled:
@@ -412,6 +385,8 @@ class RoundMetrics:
                 self.verifies.add(outcome.work.duration_ns)
         if self._trace.enabled:
             number, proposal, chain = ended.number, ended.proposal, ended.proposal.chain
+            if ended.decided is not None and not proposal.draft:
+                self._mark(_trace_name(proposal), ended.decided.ended_ns, number, chain)
             if outcome.drafted is not None:  # its chain has a track of its own
                 source = proposal.source if chain else Origin.TARGET
                 self._mark(SOURCE_NAMES[source], outcome.work.started_ns, number, chain)

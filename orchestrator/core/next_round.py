@@ -18,7 +18,6 @@ from operator import sub
 from msgspec import structs
 
 from outrider.orchestrator.core.draft_pool import DraftPool, open_message
-from outrider.orchestrator.core.metrics import RoundMetrics
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposal import (
@@ -42,7 +41,7 @@ from outrider.orchestrator.core.request import CachedBranch, DrafterWait, Reques
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
-from outrider.protocol.messages import Drafted, Halt, Prepare, Verify
+from outrider.protocol.messages import Drafted, Halt, Prepare, Span, Verify
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
 from outrider.protocol.schema import MAX_BRANCHES, Origin
 
@@ -302,13 +301,10 @@ class Proposer:
 class NextRound:
     """Begins rounds and waits."""
 
-    def __init__(
-        self, workers: WorkerPool, draft_pool: DraftPool, planner: Planner, metrics: RoundMetrics, full_depth: bool
-    ) -> None:
+    def __init__(self, workers: WorkerPool, draft_pool: DraftPool, planner: Planner, full_depth: bool) -> None:
         self._workers = workers
         self._draft_pool = draft_pool
         self._planner = planner
-        self._metrics = metrics
         self._proposer = Proposer(planner.estimates, full_depth, lambda: workers.target_abilities.ngrams)
 
     def open(self, request: Request, offered: bool) -> None:
@@ -322,7 +318,6 @@ class NextRound:
         """Drops the round or wait under way, because the target has lost the request; `open` follows."""
         request.round.suspend()
         self._draft_pool.suspend(request)
-        request.metrics.on_rounds_lost()
 
     def on_outcome(self, settled: SettledRound, now_ns: int) -> None:
         """Ends a round, and begins the next one or a wait, or follows a target that has begun it by itself."""
@@ -366,8 +361,6 @@ class NextRound:
         if isinstance(step, Proposal):
             self._verify(request, step, now_ns)
             return
-        if request.round.wait is None or step.depth:  # else it continues after a push
-            request.metrics.on_wait(request.round.number + 1, now_ns)
         request.round.wait = step
         if step.depth:
             self._draft_pool.request_chain(request, step.depth, now_ns)
@@ -375,13 +368,14 @@ class NextRound:
     def _verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """Begins a round: VERIFY to the target and, in the same flush, COMMIT to the drafters."""
         wait = request.round.wait
-        request.round.begin(proposal.after_wait(wait.missed) if wait else proposal)
+        decided = Span(request.sequence.appended_ns, now_ns)
+        request.round.begin(proposal.after_wait(wait.missed) if wait else proposal, decided)
         self._send_verify(request)
         self._on_round_begun(request, now_ns)
 
     def _on_autonomous_round(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """Follows a target that has begun the next round by itself, and sends HALT if that is to be the last one."""
-        request.round.begin(proposal)
+        request.round.begin(proposal, None if proposal.autonomous else Span(now_ns, now_ns))
         if not proposal.autonomous:
             self._on_round_begun(request, now_ns)
         elif not request.round.halted and (
@@ -393,7 +387,6 @@ class NextRound:
     def _on_round_begun(self, request: Request, now_ns: int) -> None:
         """Requests branches for the round under way, and records its proposal."""
         self._draft_pool.start_round(request, now_ns)
-        self._metrics.on_proposed(request, now_ns)
         self._planner.on_proposed(request)
 
     def _outcome_in_ms(self, request: Request, now_ns: int) -> float:

@@ -29,7 +29,7 @@ from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import CopyRound, Lookup, Proposal, propose_copy
 from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Alternatives, Branches, Drafted, DraftTokens, Outcome
+from outrider.protocol.messages import Alternatives, Branches, Drafted, DraftTokens, Outcome, Span
 from outrider.protocol.ngrams import NgramIndex
 from outrider.protocol.schema import Origin, clip
 from outrider.protocol.trees import SparseQ
@@ -203,6 +203,7 @@ class SequenceState:
 class RoundState:
     """The round `number` under verification, with its `proposal`, or, once it has ended, the `wait` before the next.
 
+    The proposal was `decided` from the outcome before it on (None: by the target itself), after a wait if it `waited`.
     `prepared`: the chains that the target may continue with. `covered`: how many outcomes the drafters had finished
     when the latest one came. `halted`: HALT was sent. `is_open`: the target has been sent the text. `reads`: the target
     reads the text first.
@@ -211,6 +212,8 @@ class RoundState:
     epoch: int = 0
     number: int = 0
     proposal: Proposal = field(default_factory=Proposal)
+    decided: Span | None = None
+    waited: bool = False
     prepared: dict[PreparedKey, Proposal] = field(default_factory=dict)
     wait: DrafterWait | None = None
     covered: int = 0
@@ -218,10 +221,11 @@ class RoundState:
     is_open: bool = False
     reads: bool = True
 
-    def begin(self, proposal: Proposal) -> None:
+    def begin(self, proposal: Proposal, decided: Span | None = None) -> None:
         """Begins the next round, and ends the wait for its proposal."""
         self.number += 1
-        self.proposal, self.prepared, self.wait = proposal, {}, None
+        self.proposal, self.decided, self.waited = proposal, decided, self.wait is not None
+        self.prepared, self.wait = {}, None
 
     def end(self, proposal: Proposal, covered: int, continues: bool) -> None:
         """Ends the round, in which `proposal` was verified; `continues`: the target continues by itself."""
@@ -382,7 +386,7 @@ class Request:
 class SettledRound:
     """A round that ended with `outcome`, recorded once the next one is under way. `read`: it began by reading the whole
     text. `nodes` were accepted, and the tokens `kept` became final, `took_ns` after those before them; `reason`: why
-    the request ends there, if it does.
+    the request ends there, if it does. `decided`, `waited`: as in `RoundState`.
     """
 
     request: Request
@@ -395,3 +399,5 @@ class SettledRound:
     kept: tuple[int, ...]
     took_ns: int
     reason: str | None
+    decided: Span | None = None
+    waited: bool = False

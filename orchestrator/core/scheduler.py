@@ -102,7 +102,7 @@ class Scheduler:
         self._draft_pool = DraftPool(workers, self._planner.estimates, settings.full_depth)
         self._ngram_table = NgramTable.load(settings.ngram_table) if settings.ngram_table else None
         self._requests: dict[str, Request] = {}
-        self._next_round = NextRound(workers, self._draft_pool, self._planner, self.metrics, settings.full_depth)
+        self._next_round = NextRound(workers, self._draft_pool, self._planner, settings.full_depth)
         self._remote_prefills = RemotePrefills(workers, self._next_round.send_again, settings.prefill_from or 1)
         self._has_target = True
         self._lone_suspect: Request | None = None  # a suspect that runs alone
@@ -284,8 +284,9 @@ class Scheduler:
         kept, reason = request.truncate_at_end([*(proposal.chain[node] for node in nodes), outcome.bonus])
         took_ns = now_ns - sequence.appended_ns
         settled = SettledRound(
-            request, round_.number, request.plan, proposal, round_.reads, outcome, nodes, tuple(kept), took_ns, reason
-        )
+            request, round_.number, request.plan, proposal, round_.reads, outcome, nodes, tuple(kept), took_ns, reason,
+            round_.decided, round_.waited,
+        )  # fmt: skip
         sequence.append(kept, now_ns)
         if reason is not None:
             del self._requests[request.id]  # `_record` closes it

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from outrider.orchestrator.core.proposal import Proposal
 from outrider.orchestrator.core.request import SettledRound
-from outrider.protocol.messages import Outcome
+from outrider.protocol.messages import Outcome, Span
 
 
-def settled(number: int, proposal: Proposal, outcome: Outcome, kept: int) -> SettledRound:
+def settled(
+    number: int, proposal: Proposal, outcome: Outcome, kept: int, decided: Span | None = None, waited: bool = False
+) -> SettledRound:
     """A round of no request, with so many tokens that count."""
     nodes = proposal.nodes(outcome) or ()
-    return SettledRound(None, number, None, proposal, False, outcome, nodes, (0,) * kept, 0, None)  # type: ignore[arg-type]
+    kept_tokens = (0,) * kept
+    return SettledRound(None, number, None, proposal, False, outcome, nodes, kept_tokens, 0, None, decided, waited)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposal import CopiedTail, choose_fallback, should_wait_for_branch
 from outrider.orchestrator.core.request import DrafterState, DraftState, SpeculationCache
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.events import Admit, RequestEnded, ToFront
+from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Abilities, Branch, Branches, Message, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -151,7 +151,7 @@ def test_wait_for_a_pushing_drafter_is_bounded_by_its_tree_time() -> None:
 def test_branch_after_its_outcome_is_used_and_counted_as_late() -> None:
     wires, told = Wires(), list[ToFront]()
     scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), told.append, Trace(None))
-    scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=9), "ssd", frozenset()), 0)
+    scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=9), "ssd", frozenset(), rounds=True), 0)
     scheduler.handle([("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)))], 5 * MILLISECOND_NS)
     assert not wires.verifies, "the first push is near: the request waits"
     late = Branches("r", 0, 0, 3, 4, (Branch((5,), (1, 2, 3, 4)),), Span(0, MILLISECOND_NS), final=True)
@@ -160,4 +160,7 @@ def test_branch_after_its_outcome_is_used_and_counted_as_late() -> None:
     scheduler.handle([("target-0", Outcome("r", 0, 1, 4, 4, 5, Span(0, 1)))], 7 * MILLISECOND_NS)
     scheduler.stop("r", "cancelled")
     timings = next(event.timings for event in told if isinstance(event, RequestEnded))
-    assert (timings.cache_hits, timings.cache_misses, timings.cache_late) == (0, 1, 1)
+    assert (timings.cache_hits, timings.cache_misses, timings.cache_late, timings.draft_waits) == (0, 1, 1, 1)
+    records = [record for event in told if isinstance(event, Committed) for record in event.rounds or ()]
+    waited = Span(5 * MILLISECOND_NS, 6 * MILLISECOND_NS)
+    assert [record.decided for record in records] == [None, waited], "from the outcome to the chain"

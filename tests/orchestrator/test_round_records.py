@@ -27,8 +27,10 @@ def outcome(number: int, accepted: int, work: Span, **more: object) -> Outcome:
     return Outcome("r", 0, number, 5, accepted, 7, work, **more)  # type: ignore[arg-type]
 
 
-def report(metrics: RequestMetrics, number: int, proposal: Proposal, outcome: Outcome, kept: int) -> RoundRecord:
-    record = metrics.on_ended(settled(number, proposal, outcome, kept), outcome.work.ended_ns)
+def report(
+    metrics: RequestMetrics, number: int, proposal: Proposal, outcome: Outcome, kept: int, decided: Span | None = None
+) -> RoundRecord:
+    record = metrics.on_ended(settled(number, proposal, outcome, kept, decided), outcome.work.ended_ns)
     assert record is not None
     return record
 
@@ -40,24 +42,10 @@ def branches(number: int, work: Span) -> Branches:
 def test_round_record_has_its_chain_and_times_since_the_start() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
     hit = Proposal((1, 2), Origin.PREPARED, Lookup.HIT)
-    metrics.on_proposed(3, hit, BEGAN + 40)
-    found = report(metrics, 3, hit, outcome(3, 1, Span(1_050, 1_090)), 2)
+    found = report(metrics, 3, hit, outcome(3, 1, Span(1_050, 1_090)), 2, Span(BEGAN + 40, BEGAN + 45))
     assert (found.round, found.lookup, found.source) == (3, "hit", "cache")
     assert (found.drafted, found.accepted, found.tokens) == (2, 1, 2)
-    assert found.verify == Span(50, 90) and found.decided == Span(40, 40)
-
-
-def test_wait_spans_from_the_first_wait_to_the_chain() -> None:
-    """A wait for a branch may be followed by one for a chain: the round was undecided all the time, and missed."""
-    metrics = RequestMetrics(BEGAN, reports=True)
-    metrics.on_wait(1, BEGAN + 10)
-    metrics.on_wait(1, BEGAN + 20)
-    proposals = {1: Proposal(lookup=Lookup.MISS), 2: Proposal()}
-    metrics.on_proposed(1, proposals[1], BEGAN + 30)
-    metrics.on_proposed(2, proposals[2], BEGAN + 50)
-    told = [report(metrics, number, proposals[number], outcome(number, 0, Span(1_060, 1_070)), 1) for number in (1, 2)]
-    assert [record.decided for record in told] == [Span(10, 30), Span(50, 50)]
-    assert [record.lookup for record in told] == ["miss", "none"]
+    assert found.verify == Span(50, 90) and found.decided == Span(40, 45)
 
 
 def test_draft_work_is_reported_once_with_the_next_ended_round() -> None:
