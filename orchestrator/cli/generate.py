@@ -18,7 +18,7 @@ from outrider.orchestrator.client.client import BaseClient, Client, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.dialogue import EMPTY_PROMPT, GenerationResult, Prompt, generate_message, pluralize
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pairing.chat_template import Message
+from outrider.orchestrator.pairing.chat_template import Message, chat_template
 from outrider.orchestrator.pairing.model_files import default_model, find_model, is_on_disk
 from outrider.orchestrator.pairing.tokenizer import ModelText, load_text
 from outrider.orchestrator.settings import ServeSettings, flag_of
@@ -309,7 +309,8 @@ def _has_template(options: argparse.Namespace, model: str) -> bool:
     """Returns whether the model has a chat template; True for a model that only another machine has."""
     if options.connect is not None and not is_on_disk(model):
         return True
-    return load_text(find_model(model, weights=False)).template is not None
+    files = find_model(model, weights=False, keep_precision=bool(options.gguf_keep_precision))
+    return chat_template(files.folder) is not None
 
 
 def read_prompt(given: str) -> str:

@@ -17,18 +17,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.orchestrator.cli import COMMANDS, Parser, import_command, main
+from outrider.orchestrator.cli import COMMANDS, Parser, generate, import_command, main
 from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.pairing.model_files import PACKAGE_FOLDER, TINY_TARGET
+from outrider.orchestrator.pairing.model_files import PACKAGE_FOLDER, TINY_TARGET, find_model
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
 from outrider.protocol.messages import Failed, Progress, Stats, Timings
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.protocol.schema import Logprobs
 from outrider.protocol.stats import Report
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
+from tests.gguf_files import write_gguf
 from tests.orchestrator.stand import says, worker_stats
 
 
@@ -286,11 +287,19 @@ def test_json_output_is_one_object_with_documented_keys(run, stand, codec):
 
 
 def test_json_reports_whether_a_chat_template_was_used(run, stand, codec, monkeypatch):
-    monkeypatch.setattr("outrider.orchestrator.pairing.tokenizer.chat_template", lambda folder: "{{ messages }}")
+    monkeypatch.setattr("outrider.orchestrator.cli.generate.chat_template", lambda folder: "{{ messages }}")
     stand.core.play = says(codec, "x")
     for flags, expected in (((), True), (("--ignore-chat-template",), False)):
         _, out, _ = run("generate", "-p", "x", "--connect", stand.endpoint, "--json", *flags)
         assert json.loads(out)["chat_template"] is expected
+
+
+def test_json_converts_a_gguf_file_only_as_the_flags_say(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    path = str(write_gguf(tmp_path / "m.gguf", kind="Q6_K"))
+    find_model(path, keep_precision=True)
+    assert generate._has_template(argparse.Namespace(connect=None, gguf_keep_precision=True), path)
+    assert len([*(tmp_path / "cache" / "gguf").glob("[!.]*")]) == 1
 
 
 @pytest.mark.parametrize("arguments", [("from", "--seed", "5"), ("--seed", "5", "from")])
