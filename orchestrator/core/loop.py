@@ -25,7 +25,7 @@ from outrider.orchestrator.events import Admit, Mailbox, ModelVocabulary, Quit, 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Failed, Outcome, Stats
+from outrider.protocol.messages import Outcome, Stats
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +120,6 @@ class Core:
     def _receive_from_front(self) -> bool:
         for event in self._inbox.take():
             match event:
-                case Admit() if self._fatal:
-                    self._outbox.put(Failed(event.request, "WorkerError", self._fatal))
                 case Admit():
                     self._scheduler.begin(event, clock.now())
                 case Stop():
