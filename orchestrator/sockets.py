@@ -51,6 +51,10 @@ class Rate:
     reserve: float
 
 
+# Peers must not fill the log: ten warnings at once, then one every ten seconds.
+WARNING_RATE = Rate(0.1, 10)
+
+
 class RateLimiter:
     """Applies one rate to each peer of a socket."""
 
@@ -115,6 +119,7 @@ class RouterSocket:
         self.socket.setsockopt(zmq.SNDHWM, send_hwm)
         self.socket.setsockopt(zmq.RCVHWM, recv_hwm)
         self.endpoints: list[LimitedEndpoint] = []
+        self._warnings = RateLimiter(WARNING_RATE)
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
             self.open(endpoint, limit)
@@ -142,6 +147,11 @@ class RouterSocket:
             except zmq.Again:
                 return
             yield first, self.socket.recv_multipart()
+
+    def warn(self, message: str, *values: object) -> None:
+        """Logs a warning about an event that a peer can cause at will, at a limited rate."""
+        level = logging.WARNING if self._warnings.allow(b"", (), clock.now()) else logging.INFO
+        log.log(level, message, *values)
 
     @property
     def is_nearly_full(self) -> bool:
@@ -221,9 +231,8 @@ class ClientSocket(RouterSocket):
             client = client_id_of(sender)
             if not self._rate_limiter.allow(client, frames, clock.now()):
                 if self._rate_limiter.is_first_refusal(client):
-                    log.warning(
-                        "a client sends too many messages: refusing more than %.0f a second", CLIENT_RATE.per_second
-                    )
+                    rate = CLIENT_RATE.per_second
+                    self.warn("a client sends too many messages: refusing more than %.0f a second", rate)
                 self._reject(sender, frames, ServerBusy(TOO_MANY_MESSAGES))
                 continue
             try:

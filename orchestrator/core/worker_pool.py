@@ -68,8 +68,6 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 # For a worker that does not read, or for this process.
 MAX_QUEUED_MESSAGES = 1024
-# Unknown peers must not fill the log: ten warnings at once, then one every ten seconds.
-WARNING_RATE = Rate(0.1, 10)
 
 # A drafter sends a few messages per forward; an unknown peer sends little besides HELLO.
 DRAFTER_RATE, STRANGER_RATE = Rate(20_000, 20_000), Rate(10, 40)
@@ -111,7 +109,6 @@ class WorkerPool:
         self._ping_serial = self._pinged_ns = 0
         self._next_ping_ns = 0
         self._drafters, self._strangers = RateLimiter(DRAFTER_RATE), RateLimiter(STRANGER_RATE)
-        self._warnings = RateLimiter(WARNING_RATE)
 
     def start(self) -> None:
         """Starts the worker processes, which report their progress while they load."""
@@ -128,7 +125,7 @@ class WorkerPool:
             return
         worker.invalid[kind] += 1
         self.status_changed = True
-        self._warn("%s sent %s", worker, INVALID_KINDS[kind])
+        self.router.warn("%s sent %s", worker, INVALID_KINDS[kind])
         if worker.invalid.total() >= MAX_INVALID_MESSAGES and worker.role == "draft":
             counts = ", ".join(f"{INVALID_KINDS[kind]} ({count})" for kind, count in sorted(worker.invalid.items()))
             why = f"{worker} sent invalid messages: {counts}; disconnected"
@@ -290,12 +287,9 @@ class WorkerPool:
             self.socket.send_multipart([identity, *encode_all(messages)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno == zmq.EAGAIN:
-                self._warn("a worker has %d unread messages, the maximum; later ones are lost", MAX_QUEUED_MESSAGES)
-
-    def _warn(self, message: str, *values: object) -> None:
-        """Logs a warning about an event that a peer can cause at will, at a limited rate."""
-        level = logging.WARNING if self._warnings.allow(b"", (), clock.now()) else logging.INFO
-        log.log(level, message, *values)
+                self.router.warn(
+                    "a worker has %d unread messages, the maximum; later ones are lost", MAX_QUEUED_MESSAGES
+                )
 
     def _on_hello(self, identity: bytes, hello: Hello, key: str) -> None:
         """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO changes nothing."""
@@ -306,7 +300,7 @@ class WorkerPool:
         why = self._registry.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
-            self._warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME_LENGTH], hello.role, why)
+            self.router.warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME_LENGTH], hello.role, why)
             self._send(identity, Shutdown(why))
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will report it
@@ -348,7 +342,7 @@ class WorkerPool:
         if worker is not None:
             self.record_invalid(worker.name, "flood")
         elif allowance.is_first_refusal(identity):
-            self._warn(
+            self.router.warn(
                 "an unknown peer sends too many messages to the workers' socket; dropping more than %d a second",
                 STRANGER_RATE.per_second,
             )

@@ -580,3 +580,14 @@ def test_flooding_client_is_refused_and_others_are_served(make_stand, monkeypatc
     assert len(refused) in (150, 151) and {answer.kind for answer in refused} == {"ServerBusy"}
     assert "more slowly" in refused[0].message
     assert sum("sends too many messages" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_flooding_clients_do_not_fill_the_log(make_stand, monkeypatch, caplog):
+    monkeypatch.setattr("outrider.orchestrator.sockets.CLIENT_RATE", Rate(1e-6, 1))
+    stand = make_stand().start()
+    for _ in range(15):
+        with RawClient(stand.endpoint) as flooding:
+            for number in range(3):
+                flooding.say(StatsQuery(f"q{number}"))
+            assert sum(isinstance(flooding.hear(), Failed) for _ in range(3)) == 2
+    assert sum(record.levelname == "WARNING" for record in caplog.records) == 10

@@ -934,7 +934,7 @@ def test_unread_messages_are_bounded_with_one_warning(
     make_harness: Callable[..., PoolHarness], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("outrider.orchestrator.core.worker_pool.MAX_QUEUED_MESSAGES", 4)
-    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.WARNING_RATE", Rate(1e-6, 1))
+    monkeypatch.setattr("outrider.orchestrator.sockets.WARNING_RATE", Rate(1e-6, 1))
     harness = make_harness()
     deaf = harness.worker("target-0")
     deaf.hot.setsockopt(zmq.RCVHWM, 4)
