@@ -371,23 +371,18 @@ class NextRound:
         decided = Span(request.sequence.appended_ns, now_ns)
         request.round.begin(proposal.after_wait(wait.missed) if wait else proposal, decided)
         self._send_verify(request)
-        self._on_round_begun(request, now_ns)
+        self._draft_pool.start_round(request, now_ns)
 
     def _on_autonomous_round(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """Follows a target that has begun the next round by itself, and sends HALT if that is to be the last one."""
         request.round.begin(proposal, None if proposal.autonomous else Span(now_ns, now_ns))
         if not proposal.autonomous:
-            self._on_round_begun(request, now_ns)
+            self._draft_pool.start_round(request, now_ns)
         elif not request.round.halted and (
             self._planner.wants_other_plan(request) or not self._proposer.should_continue(request)
         ):
             request.round.halted = True
             self._send_halt(request)
-
-    def _on_round_begun(self, request: Request, now_ns: int) -> None:
-        """Requests branches for the round under way, and records its proposal."""
-        self._draft_pool.start_round(request, now_ns)
-        self._planner.on_proposed(request)
 
     def _outcome_in_ms(self, request: Request, now_ns: int) -> float:
         """Returns the time until the outcome of the round under way, by the usual time of its verify."""

@@ -141,12 +141,6 @@ class Planner:
 
     # --- observations ---------------------------------------------------------------------------------------------
 
-    def on_proposed(self, request: Request) -> None:
-        lookup = request.round.proposal.lookup
-        if lookup is not Lookup.NONE:
-            # A late branch counts too: the proposer decides whether it is worth a wait.
-            self.estimates.observe_lookup(lookup.found, request.round.covered)
-
     def on_drafted(self, message: Drafted, waiting: DrafterWait, now_ns: int) -> None:
         work_ms = message.work.milliseconds
         self.estimates.observe_draft(len(message.chain), work_ms)
@@ -160,6 +154,9 @@ class Planner:
             return
         proposal, estimates, round_ms = ended.proposal, self.estimates, ended.took_ns / MILLISECOND_NS
         estimates.observe_round(len(kept), round_ms)
+        if proposal.lookup is not Lookup.NONE:
+            # A late branch counts too: the proposer decides whether it is worth a wait.
+            estimates.observe_lookup(proposal.lookup.found, ended.covered)
         if proposal.autonomous and not proposal.draft:
             if round_ms > 0:  # 0: two outcomes arrived together
                 estimates.pipelined_ms.add(max(outcome.rows, 1), round_ms)

@@ -386,7 +386,7 @@ class Request:
 class SettledRound:
     """A round that ended with `outcome`, recorded once the next one is under way. `read`: it began by reading the whole
     text. `nodes` were accepted, and the tokens `kept` became final, `took_ns` after those before them; `reason`: why
-    the request ends there, if it does. `decided`, `waited`: as in `RoundState`.
+    the request ends there, if it does. `decided`, `waited`, `covered`: as in `RoundState`.
     """
 
     request: Request
@@ -401,3 +401,4 @@ class SettledRound:
     reason: str | None
     decided: Span | None = None
     waited: bool = False
+    covered: int = 0

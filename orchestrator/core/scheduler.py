@@ -285,7 +285,7 @@ class Scheduler:
         took_ns = now_ns - sequence.appended_ns
         settled = SettledRound(
             request, round_.number, request.plan, proposal, round_.reads, outcome, nodes, tuple(kept), took_ns, reason,
-            round_.decided, round_.waited,
+            round_.decided, round_.waited, round_.covered,
         )  # fmt: skip
         sequence.append(kept, now_ns)
         if reason is not None:
