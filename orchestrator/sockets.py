@@ -61,7 +61,6 @@ class RateLimiter:
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
         self._full_ns: dict[bytes, int] = {}  # when each peer's reserve will be full
-        self._over_limit: set[bytes] = set()
         self._forget_at = MIN_PEERS_TO_FORGET
 
     def allow(self, peer: bytes, frames: Iterable[bytes | memoryview], now_ns: int) -> bool:
@@ -69,7 +68,6 @@ class RateLimiter:
         full_ns = self._full_ns.get(peer, now_ns)
         if full_ns <= now_ns:
             full_ns = now_ns
-            self._over_limit.discard(peer)
             self._forget_idle(now_ns)
         cost, reserve = 1 + sum(map(len, frames)) / BYTES_PER_MESSAGE, self._rate.reserve
         # A message larger than the reserve passes if the reserve is full, since there is a separate limit on size.
@@ -78,17 +76,10 @@ class RateLimiter:
         self._full_ns[peer] = full_ns + int(cost / self._rate.per_second * SECOND_NS)
         return True
 
-    def is_first_refusal(self, peer: bytes) -> bool:
-        """Records a refusal; returns whether it is the peer's first since its reserve was full, the one to report."""
-        is_first = peer not in self._over_limit
-        self._over_limit.add(peer)
-        return is_first
-
     def _forget_idle(self, now_ns: int) -> None:
         """Forgets peers whose reserve is full. Looks for them only when the number of peers has doubled."""
         if len(self._full_ns) >= self._forget_at:
             self._full_ns = {peer: full_ns for peer, full_ns in self._full_ns.items() if full_ns > now_ns}
-            self._over_limit &= self._full_ns.keys()
             self._forget_at = max(2 * len(self._full_ns), MIN_PEERS_TO_FORGET)
 
 
@@ -228,11 +219,8 @@ class ClientSocket(RouterSocket):
         """Yields up to `limit` waiting messages."""
         for first, frames in islice(self.receive_waiting(), limit):
             sender = first.bytes
-            client = client_id_of(sender)
-            if not self._rate_limiter.allow(client, frames, clock.now()):
-                if self._rate_limiter.is_first_refusal(client):
-                    rate = CLIENT_RATE.per_second
-                    self.warn("a client sends too many messages: refusing more than %.0f a second", rate)
+            if not self._rate_limiter.allow(client_id_of(sender), frames, clock.now()):
+                self.warn("a client sends too many messages: refusing more than %.0f a second", CLIENT_RATE.per_second)
                 self._reject(sender, frames, ServerBusy(TOO_MANY_MESSAGES))
                 continue
             try:

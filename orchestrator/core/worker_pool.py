@@ -341,7 +341,7 @@ class WorkerPool:
         self.rejected += 1
         if worker is not None:
             self.record_invalid(worker.name, "flood")
-        elif allowance.is_first_refusal(identity):
+        else:
             self.router.warn(
                 "an unknown peer sends too many messages to the workers' socket; dropping more than %d a second",
                 STRANGER_RATE.per_second,

@@ -35,14 +35,6 @@ def test_long_messages_count_as_several_but_one_of_any_size_passes() -> None:
     assert allowed_count(limiter, B, 1, 100) == 0, "what it took is to be made up for"
 
 
-def test_refusal_is_reported_once_until_the_peer_is_quiet() -> None:
-    limiter = RateLimiter(Rate(10, 40))
-    allowed_count(limiter, A, 0, 41)
-    assert [limiter.is_first_refusal(A) for _ in range(3)] == [True, False, False]
-    allowed_count(limiter, A, 100, 41)
-    assert limiter.is_first_refusal(A)
-
-
 def test_peers_quiet_for_long_are_forgotten() -> None:
     limiter = RateLimiter(Rate(10, 40))
     for number in range(5 * MIN_PEERS_TO_FORGET):

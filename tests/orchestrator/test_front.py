@@ -579,10 +579,10 @@ def test_flooding_client_is_refused_and_others_are_served(make_stand, monkeypatc
     refused = [answer for answer in answers if isinstance(answer, Failed)]
     assert len(refused) in (150, 151) and {answer.kind for answer in refused} == {"ServerBusy"}
     assert "more slowly" in refused[0].message
-    assert sum("sends too many messages" in record.getMessage() for record in caplog.records) == 1
+    assert sum(record.levelname == "WARNING" for record in caplog.records) == 10, "floods must not fill the log"
 
 
-def test_flooding_clients_do_not_fill_the_log(make_stand, monkeypatch, caplog):
+def test_flooding_clients_together_do_not_fill_the_log(make_stand, monkeypatch, caplog):
     monkeypatch.setattr("outrider.orchestrator.sockets.CLIENT_RATE", Rate(1e-6, 1))
     stand = make_stand().start()
     for _ in range(15):
