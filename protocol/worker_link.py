@@ -302,17 +302,17 @@ def _end_on_signals(by_hand: bool) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # `outrider worker` blocked it until here
 
 
-def end_with_parent(fd: int) -> None:
-    """Ends this process when the orchestrator's end of the pipe closes, for whatever reason."""
-    threading.Thread(target=_exit_with_parent, args=(fd,), daemon=True, name="parent").start()
+def end_with_parent(fd: int, grace_seconds: float = EXIT_GRACE_SECONDS) -> None:
+    """Ends this process when the parent's end of the pipe closes, for whatever reason: by SIGTERM, then at once."""
 
+    def watch() -> None:
+        while os.read(fd, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_seconds)
+        os._exit(1)
 
-def _exit_with_parent(fd: int) -> None:
-    while os.read(fd, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(EXIT_GRACE_SECONDS)
-    os._exit(1)
+    threading.Thread(target=watch, daemon=True, name="parent").start()
 
 
 class Link(Protocol):

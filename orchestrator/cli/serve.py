@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
-import threading
 import time
 from functools import partial
 
@@ -20,8 +18,10 @@ from outrider.orchestrator.settings import ENDPOINTS, ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import OutriderError, error_kind, make_error
 from outrider.protocol.messages import Stats
+from outrider.protocol.worker_link import end_with_parent
 
 DRAIN_SECONDS = 30
+SHUTDOWN_SECONDS = 60  # for a server whose parent has ended
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def _run_for_parent(settings: ServeSettings, http: HttpSettings | None) -> int:
     """Runs the server for the process that started it: announces on stdout, prints nothing, and ends with stdin."""
     line = os.fdopen(os.dup(STDOUT), "wb", buffering=0)
     os.dup2(STDERR, STDOUT)  # for what a library prints
-    threading.Thread(target=_end_with_stdin, daemon=True, name="parent").start()
+    end_with_parent(STDIN, SHUTDOWN_SECONDS)
     try:
         unfinished = serve.run(settings, partial(announce, line), http=http)
     except OutriderError as error:
@@ -77,13 +77,6 @@ def _run_for_parent(settings: ServeSettings, http: HttpSettings | None) -> int:
     if unfinished is not None:
         announce(line, unfinished)
     return 0
-
-
-def _end_with_stdin() -> None:
-    """Ends the server when the parent closes its stdin, or has ended in any way."""
-    while os.read(STDIN, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _print_endpoints(ready: ServerReady) -> None:
