@@ -105,7 +105,6 @@ class Scheduler:
         self._next_round = NextRound(workers, self._draft_pool, self._planner, settings.full_depth)
         self._remote_prefills = RemotePrefills(workers, self._next_round.send_again, settings.prefill_from or 1)
         self._has_target = True
-        self._lone_suspect: Request | None = None  # a suspect that runs alone
         self.learned = self._planner.learned
 
     @property
@@ -162,7 +161,7 @@ class Scheduler:
     def on_target_lost(self, why: str, for_good: bool) -> None:
         """Lets requests wait for a new target. Those that killed it alone fail; all do if no new target will come."""
         message = f"{why}, for the third time in a row with this request, the last time with this request alone"
-        self._has_target, self._lone_suspect = False, None
+        self._has_target = False
         for request in list(self._requests.values()):
             sequence = request.sequence
             if for_good:
@@ -282,7 +281,7 @@ class Scheduler:
         if round_.reads:
             self._remote_prefills.forget(request)
         kept, reason = request.truncate_at_end([*(proposal.chain[node] for node in nodes), outcome.bonus])
-        took_ns = now_ns - sequence.appended_ns
+        took_ns, was_suspect = now_ns - sequence.appended_ns, sequence.deaths >= SUSPECT_AFTER_DEATHS
         settled = SettledRound(
             request, round_.number, request.plan, proposal, round_.reads, outcome, nodes, tuple(kept), took_ns, reason,
             round_.decided, round_.waited, round_.covered,
@@ -290,9 +289,8 @@ class Scheduler:
         sequence.append(kept, now_ns)
         if reason is not None:
             del self._requests[request.id]  # `_record` closes it
-        elif request is self._lone_suspect:  # it continues when all suspects were tried
+        elif was_suspect:  # it continues when all suspects were tried
             self._next_round.suspend(request)
-            self._lone_suspect = None
             self._open_waiting()
         else:
             self._next_round.on_outcome(settled, now_ns)
@@ -353,11 +351,10 @@ class Scheduler:
 
     def _open_waiting(self) -> None:
         """Opens the requests that may be on the target now: a suspect by itself, or all."""
-        waiting = [request for request in self._requests.values() if not request.round.is_open]
-        if not self._has_target or self._lone_suspect is not None or not waiting:
+        suspects = [r for r in self._requests.values() if r.sequence.deaths >= SUSPECT_AFTER_DEATHS]
+        if not self._has_target or any(request.round.is_open for request in suspects):
             return
-        suspects = [request for request in waiting if request.sequence.deaths >= SUSPECT_AFTER_DEATHS]
-        self._lone_suspect = suspects[0] if suspects else None
+        waiting = [request for request in self._requests.values() if not request.round.is_open]
         for request in suspects[:1] or waiting:
             self._open(request)
 
@@ -387,5 +384,4 @@ class Scheduler:
         self._workers.send_target(Close(request.id))
         self._draft_pool.close(request)
         self._update_planner()
-        self._lone_suspect = None if request is self._lone_suspect else self._lone_suspect
         self._open_waiting()
