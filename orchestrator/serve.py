@@ -139,7 +139,7 @@ def _announce_until_signal(
 
 def _check_sockets(ready: ServerReady) -> None:
     """Raises EndpointError if the file of a socket was removed, since nothing can connect without it."""
-    for where in map(parse_endpoint, (ready.own, ready.workers)):
+    for where in map(parse_endpoint, filter(None, (ready.own, ready.endpoint, ready.workers, ready.joining))):
         if isinstance(where, Ipc) and not os.path.lexists(where.path):
             raise EndpointError(
                 f"the socket {where.path} was removed, and the server can't be reached without it; start the server"

@@ -23,6 +23,7 @@ from outrider import Client, LocalCluster, SamplingParams
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
+from outrider.protocol.keys import Keyring
 from outrider.protocol.socket_files import PrivateDirectory
 from tests.halts import in_the_middle, pid_of, slowed
 from tests.tiny import Pair
@@ -293,12 +294,16 @@ def test_killed_parent_ends_its_cluster(served: Pair) -> None:
 # --- what goes wrong ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("removed", ["directory", "endpoint"])
+@pytest.mark.parametrize("removed", ["directory", "endpoint", "keyed endpoint"])
 def test_server_whose_sockets_were_removed_ends_with_an_error(
     serve: Callable[..., Serving], short: Path, removed: str
 ) -> None:
     """As by programs that clean the temporary folder: nothing could connect, and a supervisor can restart it."""
-    server = serve("--draft-backend", "ngram", "--endpoint", f"ipc://{short}/c")
+    keyed = ()
+    if removed == "keyed endpoint":
+        Keyring(short / "keys").make()
+        keyed = ("--keyed", "--keys", str(short / "keys"))
+    server = serve("--draft-backend", "ngram", "--endpoint", f"ipc://{short}/c", *keyed)
     if removed == "directory":
         shutil.rmtree(server.directory)
     else:
