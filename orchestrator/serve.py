@@ -226,7 +226,7 @@ def _open_client_socket(
     private = directory.endpoint("clients")
     if auth is None or settings.endpoint is None or not settings.requires_keys(settings.endpoint):
         return ClientSocket(context, settings.endpoint or private, connections)
-    clients = ClientSocket(context, private, connections // 2)
+    clients = ClientSocket(context, private, connections // 2, auth)
     try:
         clients.open(settings.endpoint, connections // 2, auth.keys(CLIENT))
     except EndpointError:

@@ -21,13 +21,13 @@ from typing import Any
 
 import zmq
 
-from outrider.orchestrator.auth import client_id_of
+from outrider.orchestrator.auth import CurveAuth, client_id_of
 from outrider.protocol import clock
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode, read_request_id
 from outrider.protocol.endpoints import BoundSocket, bind, receive_event
-from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy, error_kind
-from outrider.protocol.keys import ServerKeys, sender_key
+from outrider.protocol.errors import EndpointError, KeyFault, OutriderError, ProtocolError, ServerBusy, error_kind
+from outrider.protocol.keys import CLIENT, ServerKeys, sender_key
 from outrider.protocol.messages import Failed, Message
 
 log = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class ClientMessage:
 
 
 class ClientSocket(RouterSocket):
-    """The clients' socket, bound on creation. With `open` it also serves clients with keys.
+    """The clients' socket, bound on creation. With `open` it also serves clients with keys, which `auth` admits.
 
     Raises:
         EndpointError: the endpoint can't be served.
@@ -200,8 +200,11 @@ class ClientSocket(RouterSocket):
 
     linger_ms = FLUSH_MS
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, limit: int = MAX_CONNECTIONS) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], endpoint: str, limit: int = MAX_CONNECTIONS, auth: CurveAuth | None = None
+    ) -> None:
         super().__init__(context, endpoint, limit, MAX_SEND_QUEUE, MAX_RECEIVE_QUEUE)
+        self.auth = auth
         self.rejected = 0
         self._rate_limiter = RateLimiter(CLIENT_RATE)
 
@@ -214,6 +217,11 @@ class ClientSocket(RouterSocket):
     def own_endpoint(self) -> str:
         """The endpoint for this server's other processes."""
         return self.endpoints[0].bound.endpoint
+
+    def check_key(self, key: str) -> None:
+        """Checks the key of a connected client. Raises KeyFault if it was revoked since."""
+        if key and self.auth is not None and not self.auth.is_allowed(CLIENT, key):
+            raise KeyFault("this side's key is no longer allowed; allow it on the server with `outrider keys allow`")
 
     def receive(self, limit: int) -> Iterator[ClientMessage]:
         """Yields up to `limit` waiting messages."""

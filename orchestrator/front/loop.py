@@ -158,6 +158,7 @@ class Front:
         try:
             if (sender, generate.request) in self._tickets:
                 raise InvalidRequest(f"request {generate.request} is already running; expected an unused name")
+            self._clients.check_key(key)
             self._check_capacity()
             path = queue_path(sender, generate.client, key)
             ticket = self._admission.accept(generate, f"r{next(self._serials)}", sender, path)

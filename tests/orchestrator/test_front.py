@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -321,6 +322,24 @@ def test_client_key_is_attached_to_each_message(tmp_path, short):
         clients.close()
         auth.close()
         context.destroy(linger=0)
+
+
+def test_revoked_key_gets_no_further_request_on_its_open_connection(make_stand, tmp_path, monkeypatch):
+    ring, friend = Keyring(tmp_path / "keys"), make_pair()
+    ring.make()
+    ring.allow(AllowedKey(CLIENT, friend.public, "friend"))
+    monkeypatch.setattr("outrider.orchestrator.sockets.sender_key", lambda _: friend.public)
+    with zmq.Context() as context, closing(CurveAuth(context, ring)) as auth:
+        stand = make_stand()
+        stand.sockets.auth = auth
+        stand.start()
+        with RawClient(stand.endpoint) as client:
+            client.say(ask("q0"))
+            stand.core.wait_for(Admit, 1)
+            ring.revoke("friend")
+            client.say(ask("q1"))
+            refused = client.hear_until(Failed)[-1]
+            assert (refused.request, refused.kind) == ("q1", "KeyFault") and "outrider keys allow" in refused.message
 
 
 def test_no_more_than_max_active_run_at_once(make_stand):
