@@ -34,28 +34,29 @@ from outrider.protocol.schema import MAX_SERIAL, Logprobs, Origin, concat_logpro
 from outrider.protocol.stats import KvCost
 
 _KV_DIVISOR = 2  # texts get half of the memory that the weights leave free, everything else the other half
-_UNLIMITED_TOKENS = 2**31 - 1
+_UNLIMITED = 2**32  # tokens or texts: more than may be requested
 MAX_WAKE_BYTES = 4096
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """`limit` bytes for texts that take `cost` in all workers together."""
+    """`limit` bytes for texts that take `cost` in all workers together. What takes nothing always fits."""
 
-    limit: int
-    cost: KvCost
+    limit: int = 0
+    cost: KvCost = field(default_factory=KvCost)
 
     @property
     def max_tokens(self) -> int:
         """The length of the longest text that fits."""
         if not self.cost.per_token:
-            return _UNLIMITED_TOKENS
+            return _UNLIMITED
         return max(self.limit - self.cost.per_text, 0) // self.cost.per_token
 
     def max_texts(self, tokens: int) -> int:
         """Returns how many texts of this many tokens fit together, at least one."""
-        return max(self.limit // max(self.cost.of(tokens), 1), 1)
+        needed = self.cost.of(tokens)
+        return max(self.limit // needed, 1) if needed else _UNLIMITED
 
     def share(self, cost: KvCost, tokens: int) -> int:
         """Returns a worker's part in bytes, given its own `cost`, in proportion to a text of this many tokens."""
@@ -152,7 +153,7 @@ class WorkersChanged:
     stage: str = ""
     fatal: str = ""
     notes: tuple[str, ...] = ()
-    kv_budget: KVBudget | None = None
+    kv_budget: KVBudget = KVBudget()
 
 
 @dataclass(frozen=True, slots=True)

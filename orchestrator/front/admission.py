@@ -45,8 +45,8 @@ SEED_RANGE = 2**32
 # The default of max_active assumes texts of this length; each request still waits for the memory that it needs.
 TYPICAL_TOKENS = 4096
 
-# The default of max_active until memory is known, and the highest that has been measured.
-INITIAL_ACTIVE, MAX_ACTIVE = 4, 16
+# The highest default of max_active: more have not been measured.
+MAX_ACTIVE = 16
 
 QueuePath: TypeAlias = tuple[bytes, ...]
 """A request's line in the queue: its client, or its client and a user of that client, and so on."""
@@ -101,7 +101,7 @@ class Admission:
         self.context_length = pair.target.context_length
         self.vocab_size = pair.target.vocab_size
         self.draft_context = pair.draft.context_length if pair.draft is not None else None
-        self.kv_budget: KVBudget | None = None
+        self.kv_budget = KVBudget()
         self.target_fingerprint = ""
         self.tokenizer_fingerprint = vocabulary_digest(text.codec)
 
@@ -115,8 +115,6 @@ class Admission:
         """How many requests may run at once: the setting, or as many of typical length as memory holds."""
         if self._settings.max_active is not None:
             return self._settings.max_active
-        if self.kv_budget is None:
-            return INITIAL_ACTIVE
         return min(self.kv_budget.max_texts(min(TYPICAL_TOKENS, self.context_length or TYPICAL_TOKENS)), MAX_ACTIVE)
 
     def accept(self, generate: Generate, key: str, sender: bytes = b"", path: QueuePath = ()) -> Ticket:
@@ -156,8 +154,7 @@ class Admission:
 
     def bytes_needed(self, admit: Admit) -> int:
         """Returns the bytes that a request takes in all workers when its text has its maximum length."""
-        budget = self.kv_budget
-        return budget.cost.of(len(admit.tokens) + admit.sampling.max_tokens) if budget is not None else 0
+        return self.kv_budget.cost.of(len(admit.tokens) + admit.sampling.max_tokens)
 
     def _choose_mode(self, requested: str) -> str:
         mode = self._settings.mode if requested == "auto" else requested
@@ -206,7 +203,7 @@ class Admission:
                 f" maximum context length is {self.context_length} tokens, one of them for the answer"
             )
         budget = self.kv_budget
-        if budget is not None and len(tokens) >= budget.max_tokens:
+        if len(tokens) >= budget.max_tokens:
             raise PromptTooLong(
                 f"the prompt is too long: {len(tokens)} tokens > {max(budget.max_tokens - 1, 0)} maximum; here this"
                 f" model's maximum context length is {budget.max_tokens} tokens, which fit in the"
@@ -232,8 +229,7 @@ class Admission:
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbelow(SEED_RANGE))
         limits = [] if self.context_length is None else [(self.context_length, "the context")]
-        if self.kv_budget is not None:
-            limits.append((self.kv_budget.max_tokens, f"kv_memory ({in_mb(self.kv_budget.limit)})"))
+        limits.append((self.kv_budget.max_tokens, f"kv_memory ({in_mb(self.kv_budget.limit)})"))
         for tokens, what in limits:
             room = tokens - prompt_tokens
             if sampling.max_tokens > room:

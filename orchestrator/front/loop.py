@@ -251,10 +251,10 @@ class Front:
 
     def _explain_shortage(self) -> str:
         """Returns why the cluster can't start with its `kv_memory`; empty: it can."""
-        budget, context = self._admission.kv_budget, self._admission.context_length
-        if budget is None or context is None or self._pair.settings.kv_memory is None:
+        context = self._admission.context_length
+        if context is None or self._pair.settings.kv_memory is None:
             return ""
-        return budget.explain_shortage(context, self._pair.target.name)
+        return self._admission.kv_budget.explain_shortage(context, self._pair.target.name)
 
     def _on_request_began(self, ticket: Ticket, event: RequestBegan) -> None:
         admit = ticket.admit
@@ -344,18 +344,14 @@ class Front:
 
     def _fits(self, ticket: Ticket) -> bool:
         """Whether memory has room for its text beside the running ones; a single request always fits."""
-        budget = self._admission.kv_budget
-        if budget is None or not self._active:
-            return True
-        return self._reserved_bytes() + self._admission.bytes_needed(ticket.admit) <= budget.limit
+        needed = self._reserved_bytes() + self._admission.bytes_needed(ticket.admit)
+        return not self._active or needed <= self._admission.kv_budget.limit
 
     def _reserved_bytes(self) -> int:
         return sum(self._admission.bytes_needed(ticket.admit) for ticket in list(self._active.values()))
 
     def _kv_use(self) -> KvUse:
         budget = self._admission.kv_budget
-        if budget is None:
-            return KvUse()
         used = sum(budget.cost.of(len(t.admit.tokens) + t.tokens) for t in list(self._active.values()))
         return KvUse(budget.limit, min(used, MAX_SERIAL), min(self._reserved_bytes(), MAX_SERIAL))
 

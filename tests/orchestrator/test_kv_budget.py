@@ -81,7 +81,7 @@ def test_oversized_prompt_is_refused_and_oversized_output_is_cut(stand, codec):
     stand.core.play = lambda admit: []
     budget = kv_budget(KvCost(1000, 40).of(20), WORKERS, 0)
     stand.lines.events.put(WorkersChanged(WORKERS, kv_budget=budget))
-    while stand.admission.kv_budget is None:
+    while stand.admission.kv_budget == KVBudget():
         stand.client().stats()
     with pytest.raises(InvalidRequest, match=r"too long: 20 tokens > 19 maximum; .* in the 0\.0 MB of"):
         stand.client().generate([5] * 20)
