@@ -67,7 +67,10 @@ class Planner:
     def learned(self) -> tuple[Tuning, ...]:
         """Returns the records for the next server: one for each temperature class with measured or stored arms. A
         stored rate is kept until its arm is measured with texts of that kind and as many requests."""
-        learned, all_sources = [], self._sources("", self._settings.drafters)
+        workers = self._settings.drafters if self._settings.has_draft_worker else 0
+        learned, all_sources = [], self._sources("", workers)
+        if all_sources == DraftSources(0):
+            return ()  # SD is by n-grams here, and by draft workers for a server that they join
         for greedy in (True, False):
             choices = [choice for record in self._stored if record.is_greedy == greedy for choice in record.choices]
             choices += [

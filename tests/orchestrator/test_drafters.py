@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -212,3 +213,20 @@ def test_best_drafter_is_learned_and_kept_per_kind_of_text() -> None:
         assert again.first_plan(asked(), 1, kind)[0].drafter == drafter
     again.set_load(2, 0)
     assert again.first_plan(asked(), 1, REPEATING_TEXT)[0] == again.first_plan(asked(), 1, GENERAL_TEXT)[0]
+
+
+@pytest.mark.parametrize("settings", [{"draft_backend": "none", "head": ("mtp",)}, {"colocate": True}])
+def test_best_drafter_is_learned_where_no_draft_worker_runs(settings: dict[str, Any]) -> None:
+    used = replace(round_settings(4, 16), **settings)
+    first = Planner(used, own=lambda: (GOOD,))
+    rates(first._policy(asked(), first._sources("", 0)), {"ar": 1, "eagle3": 3, "ngram": 1})
+    again = Planner(used, memory=first.learned(), own=lambda: (GOOD,))
+    plan, _ = again.first_plan(asked(), 0)
+    assert plan.drafter == "eagle3" and "measured before" in again._policy(asked(), again._sources("", 0)).why
+
+
+def test_nothing_is_learned_where_only_ngrams_draft() -> None:
+    """Their arm has the name of SD by draft workers, which may join the next server."""
+    found = Planner(replace(round_settings(4, 16), draft_backend="ngram"))
+    rates(found._policy(asked(), found._sources("", 0)), {"ar": 1, "sd": 2})
+    assert found.learned() == ()
