@@ -93,7 +93,7 @@ class Liveness:
             OutriderError: raised by `alive`, since the server has ended.
         """
         self._check_server()
-        if self._asked == 1 and self.endpoint.startswith("tcp:"):
+        if self._asked == 1 and (self.alive is None or self.endpoint.startswith("tcp:")):
             with suppress(EndpointError):  # the server may only be suspended; unanswered queries are counted below
                 probe(self.endpoint, self.keys)
         self._asked += 1  # counted, not timed: a suspended process sends no queries, and misses no answers

@@ -133,6 +133,16 @@ def test_client_refused_before_its_first_message_gets_the_reason(
             call()
 
 
+def test_client_refused_at_a_path_gets_the_reason(server: Server, short: Path, tmp_path: Path) -> None:
+    stranger, socket = Keyring(tmp_path / "stranger"), server.context.socket(zmq.ROUTER)
+    stranger.make()
+    with closing(bind(socket, f"ipc://{short}/keyed", server.gate.keys(CLIENT))) as bound:
+        with pytest.raises(KeyFault, match="requires keys"):
+            Client(bound.endpoint).stats()
+        with pytest.raises(KeyFault, match="refuses this side's key"):
+            Client(bound.endpoint, server_key=server.gate.own.public, keys=stranger.folder).stats()
+
+
 def test_worker_refused_before_its_first_message_does_not_wait(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "SEND_TIMEOUT_MS", 1)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
