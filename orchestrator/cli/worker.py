@@ -74,9 +74,7 @@ def run(options: argparse.Namespace) -> int:
     endpoint = str(parse_endpoint(options.connect))
     if os.environ.get("MLX_RANK", "0") == "0":  # only rank 0 connects to the server
         require_server(endpoint)
-        keys = find_client_keys(endpoint, options.server_key, settings.keys)
-        if keys is not None or endpoint.startswith("tcp:"):
-            probe(endpoint, keys)
+        probe(endpoint, find_client_keys(endpoint, options.server_key, settings.keys))
     pair = choose_pair(settings)
     if options.role == "draft" and pair.settings.drafts_with_head and not is_head:
         raise InvalidRequest(

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 from dataclasses import fields
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 
 from outrider.orchestrator.cli import COMMANDS, Parser, generate, import_command, main
 from outrider.orchestrator.cli.serve import status_line
@@ -75,9 +75,8 @@ def test_missing_mlx_backend_is_reported_before_mlx_is_imported(run, monkeypatch
 
 def test_worker_command_receives_models_and_endpoint(run, executed, model_folder, endpoint):
     folder = str(model_folder)
-    with socket.socket(socket.AF_UNIX) as cluster:
-        cluster.bind(endpoint.removeprefix("ipc://"))
-        cluster.listen()
+    with zmq.Context.instance().socket(zmq.ROUTER) as cluster:
+        cluster.bind(endpoint)
         code, _, _ = run("worker", "draft", "--connect", endpoint, "--model", folder, "--draft-model", folder)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # what the worker does when it can end in order
     assert code == 99 and "outrider.draft_worker" in executed[0] and "--parent-fd" not in executed[0]

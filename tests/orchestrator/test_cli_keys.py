@@ -109,14 +109,14 @@ def test_mistake_prints_one_sentence_and_exits_with_its_code(
 
 
 class Served:
-    """The workers' endpoint of a server on loopback that asks for keys."""
+    """The workers' endpoint of a server on this machine that asks for keys."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, endpoint: str = "tcp://127.0.0.1:0") -> None:
         self.ring = Keyring(folder)
         self.ring.make()
         self.context: zmq.Context[Any] = zmq.Context()
         self.gate = CurveAuth(self.context, self.ring)
-        self.bound: BoundSocket = bind(self.context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", self.gate.keys(DRAFTER))
+        self.bound: BoundSocket = bind(self.context.socket(zmq.ROUTER), endpoint, self.gate.keys(DRAFTER))
 
     def close(self) -> None:
         self.bound.close()
@@ -141,6 +141,16 @@ def test_drafter_checks_its_key_with_the_server_before_loading(run: Run, tmp_pat
     finally:
         served.close()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # what the worker does when it can end in order
+
+
+def test_drafter_without_keys_is_refused_at_a_path_before_loading(run: Run, tmp_path: Path, short: Path) -> None:
+    served = Served(tmp_path / "server", f"ipc://{short}/workers")
+    try:
+        code, out, err = run("worker", "draft", "--connect", served.bound.endpoint)
+        assert (code, out) == (8, "") and "requires keys; expected --server-key" in err
+    finally:
+        served.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
 
 def test_client_reports_an_unknown_host(run: Run) -> None:
