@@ -144,10 +144,10 @@ class RouterSocket:
         level = logging.WARNING if self._warnings.allow(b"", (), clock.now()) else logging.INFO
         log.log(level, message, *values)
 
-    @property
-    def is_nearly_full(self) -> bool:
-        """Whether an endpoint is nearly full: new work must be refused while there is still room to answer."""
-        return any(len(endpoint.open_fds) >= CROWDED_RATIO * endpoint.max_connections for endpoint in self.endpoints)
+    def is_nearly_full(self, with_keys: bool) -> bool:
+        """Whether the endpoint with keys (or without) is nearly full: it must refuse new work while it can answer."""
+        endpoint = self.endpoints[-1 if with_keys else 0]
+        return len(endpoint.open_fds) >= CROWDED_RATIO * endpoint.max_connections
 
     def update_connections(self) -> None:
         """Handles events of connections that were opened or closed; stops or resumes listening."""

@@ -159,7 +159,7 @@ class Front:
             if (sender, generate.request) in self._tickets:
                 raise InvalidRequest(f"request {generate.request} is already running; expected an unused name")
             self._clients.check_key(key)
-            self._check_capacity()
+            self._check_capacity(key)
             path = queue_path(sender, generate.client, key)
             ticket = self._admission.accept(generate, f"r{next(self._serials)}", sender, path)
         except OutriderError as error:
@@ -175,7 +175,7 @@ class Front:
             return
         self._waiting.put(ticket.path, ticket, first=generate.resume_tokens is not None)
 
-    def _check_capacity(self) -> None:
+    def _check_capacity(self, key: str) -> None:
         settings = self._pair.settings
         if self._fatal:
             raise WorkerError(self._fatal)
@@ -185,7 +185,7 @@ class Front:
             raise ServerBusy(
                 f"{settings.max_waiting} requests are already waiting, the maximum (max_waiting); try again later"
             )
-        if self._clients.is_nearly_full:
+        if self._clients.is_nearly_full(with_keys=bool(key)):
             raise ServerBusy(
                 "the server has almost reached its connection limit; close idle connections, or try again later"
             )

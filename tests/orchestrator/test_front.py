@@ -382,6 +382,16 @@ def test_server_near_its_connection_limit_refuses_only_new_requests(stand, codec
         assert client.hear_until(Done)[-1].request == "runs"
 
 
+def test_connections_with_keys_take_nothing_from_local_clients(make_stand):
+    """Strangers may fill a port until their handshakes fail."""
+    stand = make_stand()
+    stand.sockets.open("tcp://127.0.0.1:0", 0)
+    stand.start()
+    with RawClient(stand.endpoint) as client:
+        client.say(ask("local"))
+        stand.core.wait_for(Admit, 1)
+
+
 def test_nothing_runs_before_the_workers_are_ready(make_stand, codec):
     stand = make_stand().start(ready=False)
     stand.core.play = says(codec, "x")
