@@ -83,7 +83,8 @@ def talk(served, monkeypatch, capsys):
 
 @pytest.fixture
 def templated(monkeypatch):
-    monkeypatch.setattr("outrider.orchestrator.pairing.tokenizer.chat_template", lambda folder: TEMPLATE)
+    for user in ("pairing.tokenizer", "cli.generate"):
+        monkeypatch.setattr(f"outrider.orchestrator.{user}.chat_template", lambda folder: TEMPLATE)
 
 
 def prompts(served):
