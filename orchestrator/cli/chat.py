@@ -366,18 +366,20 @@ class Chat:
 
     def _print_answer(self, texts: list[str]) -> str:
         """Prints the answer, appends its pieces to `texts`, and returns the status line."""
-        tokens, codec, sampling = self._fit_context(), self._text.codec, self._sampling
-        painter = Painter(TextStream(codec.spelling, tokens, sampling.stop, codec.end_tokens(sampling)))
-        stream = self._client.ask(request_with(self._options, tokens, sampling), reading_progress(self._screen))
-        try:
-            for chunk in stream:
-                self._screen.clear()
-                texts += [chunk.text] if chunk.text else []
-                print(painter.paint_chunk(chunk), end="", flush=True)
-        except PromptTooLong:
-            if not self._drop_oldest():
-                raise
-            return self._print_answer(texts)
+        codec, sampling = self._text.codec, self._sampling
+        while True:
+            tokens = self._fit_context()
+            painter = Painter(TextStream(codec.spelling, tokens, sampling.stop, codec.end_tokens(sampling)))
+            stream = self._client.ask(request_with(self._options, tokens, sampling), reading_progress(self._screen))
+            try:
+                for chunk in stream:
+                    self._screen.clear()
+                    texts += [chunk.text] if chunk.text else []
+                    print(painter.paint_chunk(chunk), end="", flush=True)
+                break
+            except PromptTooLong:
+                if not self._drop_oldest():
+                    raise
         result = stream.result
         if result.finish_reason == "length" and len(result.token_ids) < sampling.max_tokens:
             self._context = result.prompt_tokens + len(result.token_ids)

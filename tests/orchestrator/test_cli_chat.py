@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import termios
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -31,7 +32,7 @@ from outrider.orchestrator.events import (
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.chat_template import render_template
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
-from outrider.protocol.errors import InvalidRequest, ServerStopped, WorkerError
+from outrider.protocol.errors import InvalidRequest, PromptTooLong, ServerStopped, WorkerError
 from outrider.protocol.messages import Failed, Progress, Timings
 from outrider.protocol.schema import Origin
 from outrider.protocol.stats import Report
@@ -390,6 +391,23 @@ def test_too_long_conversation_continues_without_its_beginning(served, talk, tem
     assert "oldest message and its answer were removed: a a a" in err
     assert "your message was removed" in err, "what is too long alone is refused"
     assert prompts(served)[-1].endswith("<user>short\n<a>")
+
+
+def test_any_number_of_messages_is_dropped_from_a_too_long_conversation(served, talk, templated, monkeypatch, tmp_path):
+    depths = []
+
+    class Full:
+        def ask(self, *_, **__):
+            depths.append(len(inspect.stack(0)))
+            raise PromptTooLong("too long")
+            yield
+
+    monkeypatch.setattr(chat, "open_client", lambda *_: nullcontext(Full()))
+    turns = [{"role": role, "content": "x"} for _ in range(3) for role in ("user", "assistant")]
+    (tmp_path / "chat.json").write_text(json.dumps(turns))
+    _, _, err = talk("y", flags=("--chat", str(tmp_path / "chat.json")))
+    assert err.count("oldest message and its answer were removed: x") == 3
+    assert len(depths) == 4 and len(set(depths)) == 1, "no call within a call for each message"
 
 
 def test_answer_cut_at_max_tokens_is_marked(served, talk):
