@@ -31,6 +31,7 @@ from outrider.protocol.sampling import SamplingParams
 
 MAX_SAMPLES = 3
 _BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FILLER = re.compile(r"(?i)reserved|unused|place.?holder|dummy|extra_(\d|id)|^\W*((control|special)_\d|pad\d*\W*$)")
 
 
@@ -76,18 +77,18 @@ def load_codec(model: ModelFiles) -> TextCodec:
         ModelError: there is no tokenizer, or it can't be read.
     """
     config = read_json(model.folder / "tokenizer_config.json")
-    tokenizer = _load_tokenizer(model)
     special = _read_special_tokens(model.folder, config)
-    eos = special.get("eos_token")
+    tokenizer = _load_tokenizer(model, [*special.values(), *_read_added_tokens(model.folder, config)])
     sizes, generation = (read_json(model.folder / name) for name in ("config.json", "generation_config.json"))
     places = (generation, sizes, sizes.get("text_config") or {})
     ends = next(filter(None, (_token_set(place.get("eos_token_id")) for place in places)), frozenset[int]())
-    if eos is not None:
-        ends |= _token_set(tokenizer.token_to_id(eos))
+    if "eos_token" in special:
+        ends |= _token_set(tokenizer.token_to_id(special["eos_token"]))
     return TextCodec(model=model, tokenizer=tokenizer, eos=ends, special=special, spelling=Spelling(tokenizer))
 
 
-def _load_tokenizer(model: ModelFiles) -> Tokenizer:
+def _load_tokenizer(model: ModelFiles, named: Sequence[str]) -> Tokenizer:
+    """Loads the tokenizer with all tokens that other files name: transformers adds those that tokenizer.json lacks."""
     path = model.folder / "tokenizer.json"
     if path.is_file():
         try:
@@ -96,7 +97,7 @@ def _load_tokenizer(model: ModelFiles) -> Tokenizer:
             raise ModelError(
                 f"{path} can't be read ({error}); expected a tokenizer of the tokenizers library"
             ) from None
-        if "ByteLevel" not in decoder_kinds(tokenizer):
+        if "ByteLevel" not in decoder_kinds(tokenizer) or None in map(tokenizer.token_to_id, named):
             with suppress(ModelError):  # in which case mlx-lm has no other tokenizer, either
                 tokenizer = _load_with_transformers(model)
     else:
@@ -129,13 +130,20 @@ def _load_with_transformers(model: ModelFiles) -> Tokenizer:
 
 def _read_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     merged = {**read_json(folder / "special_tokens_map.json"), **config}
-    special = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        value = merged.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            special[name] = text
-    return special
+    texts = {name: _token_text(merged.get(name)) for name in _SPECIAL_TOKENS}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _read_added_tokens(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """Returns the tokens that were added to a vocabulary, as transformers 4 lists them besides tokenizer.json."""
+    listed = config.get("added_tokens_decoder")
+    texts = map(_token_text, listed.values() if isinstance(listed, dict) else ())
+    return [*read_json(folder / "added_tokens.json"), *(text for text in texts if text is not None)]
+
+
+def _token_text(value: object) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
 
 
 def _token_set(value: object) -> frozenset[int]:

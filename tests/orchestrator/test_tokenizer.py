@@ -72,6 +72,24 @@ def test_tokenizer_refused_by_transformers_is_read_from_its_file(model_folder):
     assert load_codec(find_model(str(model_folder))).encode(" hello", special=False) == tuple(mine.encode(" hello").ids)
 
 
+@pytest.mark.parametrize("place", ["added_tokens_decoder", "added_tokens.json", "eos_token"])
+def test_tokens_that_tokenizer_json_lacks_are_added_as_by_transformers(model_folder, place):
+    """A prompt had such a token spelled in pieces, and a text left it out or did not end at it."""
+    from transformers import AutoTokenizer
+
+    if place == "added_tokens_decoder":
+        change(model_folder, "tokenizer_config.json", added_tokens_decoder={"4096": {"content": "<|new|>"}})
+    elif place == "eos_token":
+        change(model_folder, "tokenizer_config.json", eos_token="<|new|>")
+    else:
+        change(model_folder, place, **{"<|new|>": 4096})
+    codec, theirs = load_codec(find_model(str(model_folder))), AutoTokenizer.from_pretrained(str(model_folder))
+    tokens = codec.encode("x<|new|>y", special=False)
+    assert tokens == tuple(theirs.encode("x<|new|>y", add_special_tokens=False)) and 4096 in tokens
+    assert codec.decode(tokens) == "x<|new|>y" and codec.spelling.of(4096) == b"<|new|>"
+    assert (4096 in codec.eos) == (place == "eos_token")
+
+
 def test_end_tokens_come_from_generation_config_config_and_tokenizer(model_folder):
     def ends():
         return load_codec(find_model(str(model_folder))).eos
