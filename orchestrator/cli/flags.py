@@ -85,7 +85,7 @@ def add_sampling_flags(
 ) -> None:
     """Adds the flags that say how tokens are chosen and where the text ends. `without`: see `_make_adder`.
 
-    `recommended`: temperature and filters default to what the model's files recommend.
+    `recommended`: temperature, filters and repetition penalty default to what the model's files recommend.
     """
     add, own = _make_adder(parser, "sampling", without), "the model's, or " if recommended else ""
     add("--max-tokens", "-m", "-n", type=int, metavar="N", help="generate at most N tokens")
@@ -100,7 +100,7 @@ def add_sampling_flags(
     add("--top-k", type=int, metavar="N", help=f"sample from the N likeliest tokens (default: {own}0, all)")
     add("--seed", type=int, metavar="N", help="the same seed gives the same text (default: random)")
     penalties = {
-        "repetition": "divide the logits of tokens in the text by X, or multiply negative ones (default: 1, none)",
+        "repetition": f"divide the logits of tokens in the text by X; multiply negative ones (default: {own}1, none)",
         "presence": "subtract X from the logits of tokens in the text (default: 0, none)",
         "frequency": "subtract X from a token's logit for each time it is in the text (default: 0, none)",
     }

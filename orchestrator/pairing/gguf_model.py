@@ -85,6 +85,7 @@ _SAMPLING_KEYS = {
     "top_p": ("general.sampling.top_p", GgufFile.number),
     "top_k": ("general.sampling.top_k", GgufFile.whole),
     "min_p": ("general.sampling.min_p", GgufFile.number),
+    "repetition_penalty": ("general.sampling.penalty_repeat", GgufFile.number),
 }
 
 

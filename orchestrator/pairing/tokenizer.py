@@ -218,7 +218,7 @@ class ModelText:
         return self.codec.encode(render_template(self.template, messages, self.codec.special), special=False)
 
 
-_SAMPLING_KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def load_text(model: ModelFiles, template: bool = True) -> ModelText:
@@ -236,10 +236,12 @@ def read_default_sampling(folder: Path) -> dict[str, float]:
     config = read_json(folder / "generation_config.json")
     if not config.get("do_sample", True):
         return {}
+    if "do_sample" in config:  # then transformers and vLLM sample, at a temperature of 1 if there is no other
+        config = {"temperature": 1.0, **config}
     found = dict[str, float]()
-    for theirs, ours in _SAMPLING_KEYS.items():
+    for name in _SAMPLING_KEYS:
         with suppress(InvalidRequest):
-            if config.get(theirs) is not None:
-                SamplingParams(**{ours: config[theirs]})
-                found[ours] = config[theirs]
+            if config.get(name) is not None:
+                SamplingParams(**{name: config[name]})
+                found["temp" if name == "temperature" else name] = config[name]
     return found

@@ -347,10 +347,13 @@ def test_emptied_note_of_a_hash_is_written_again(file, cache):
 
 
 def test_sampling_of_the_file_comes_before_that_of_a_known_model(tmp_path, monkeypatch):
-    file = write_gguf(tmp_path / "a.gguf", metadata={"general.sampling.temp": 0.6, "general.sampling.top_k": 20})
+    file = write_gguf(tmp_path / "a.gguf", metadata={
+        "general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.05
+    })  # fmt: skip
     known = replace(pulled.PULLED_MODELS["smollm2"], sha256=pulled.content_hash(file))
     monkeypatch.setitem(pulled.PULLED_MODELS, "smollm2", known)
-    assert read_default_sampling(converted(file)) == {"temp": 0.6, "top_p": known.sampling["top_p"], "top_k": 20}
+    own = {"temp": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    assert read_default_sampling(converted(file)) == {**own, "top_p": known.sampling["top_p"]}
 
 
 def test_unfinished_conversion_is_redone(file, cache):

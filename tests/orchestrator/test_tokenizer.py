@@ -120,6 +120,15 @@ def test_recommended_sampling_is_read_except_for_values_out_of_range(model_folde
     assert sampling() == {}
 
 
+def test_a_model_that_is_to_sample_has_the_temperature_of_transformers(model_folder):
+    """Gemma 3 and gpt-oss, which name none, were greedy by default."""
+    change(model_folder, "generation_config.json", do_sample=True, top_k=64, repetition_penalty=1.05)
+    recommended = {"temp": 1.0, "top_k": 64, "repetition_penalty": 1.05}
+    assert load_text(find_model(str(model_folder))).sampling == recommended
+    change(model_folder, "generation_config.json", temperature=0.7)
+    assert load_text(find_model(str(model_folder))).sampling == {**recommended, "temp": 0.7}
+
+
 def test_truncation_in_the_file_does_not_cut_a_prompt(model_folder):
     change(model_folder, "tokenizer.json", truncation={
         "max_length": 4, "stride": 0, "strategy": "LongestFirst", "direction": "Right"
