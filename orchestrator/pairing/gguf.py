@@ -12,7 +12,7 @@ quantised again, with two bits more than they had, or kept in half precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -261,7 +261,8 @@ def convert_tensor(file: GgufFile, name: str, bits: int | None, dtype: str) -> M
         ModelError: its type can't be read, or it holds numbers beyond half precision.
     """
     place = file.tensors[name]
-    pieces = _split_rows(file.read_tensor_bytes(name), place.shape)
+    raw, step = file.read_tensor_bytes(name), max(1, _WEIGHTS_PER_PIECE // place.shape[-1])
+    pieces = [raw[first : first + step] for first in range(0, len(raw), step)]
     if bits is None or len(place.shape) == 1:
         dense = np.concatenate([_dequantize(file, name, place.kind, rows).astype(dtype) for rows in pieces])
         return {"weight": dense.reshape(place.shape)}
@@ -288,12 +289,6 @@ def quantize(weights: Floats, bits: int) -> MlxTensor:
     levels = np.divide(groups - least, step, out=np.zeros_like(groups), where=step > 0)
     levels = np.clip(np.rint(levels), 0, 2**bits - 1).astype(np.uint8)
     return {"weight": _pack_levels(levels.reshape(weights.shape), bits), "scales": scales, "biases": biases}
-
-
-def _split_rows(raw: Bytes, shape: tuple[int, ...]) -> Iterator[Bytes]:
-    rows = max(1, _WEIGHTS_PER_PIECE // shape[-1])
-    for first in range(0, len(raw), rows):
-        yield raw[first : first + rows]
 
 
 def _dequantize(file: GgufFile, name: str, kind: str, rows: Bytes) -> Floats:

@@ -120,9 +120,12 @@ def write_model(
 def _find_architecture(file: GgufFile) -> GgufArchitecture:
     if file.whole("split.count", 1) > 1:  # only the first part names the architecture
         raise ModelError(f"{file.path} is one of several parts; join them first (llama-gguf-split --merge)")
+    if (kind := file.text("general.type", "model")) != "model":  # adapter, imatrix or mmproj
+        raise ModelError(f"{file.path} is of the type {kind!r}; expected the file of a whole model")
     name = file.architecture
     if name not in ARCHITECTURES:
-        raise ModelError(f"{file.path} has the architecture {name!r}; expected one of {', '.join(ARCHITECTURES)}")
+        known = f"{', '.join(ARCHITECTURES)}, or the model in MLX format"
+        raise ModelError(f"{file.path} has the architecture {name!r}; expected one of {known}")
     if file.whole(f"{name}.expert_count", 0):
         raise ModelError(
             f"{file.path} is a mixture of experts, which can't be read from GGUF files; use the model in MLX format"
@@ -134,7 +137,7 @@ def _map_names(file: GgufFile, known: GgufArchitecture) -> dict[str, str]:
     """Returns the new name of each tensor that is a weight of the model."""
     blocks = file.size(f"{file.architecture}.block_count")
     if blocks > len(file.tensors):
-        raise ModelError(f"{file.path} has {blocks} blocks and {len(file.tensors)} tensors; download it again")
+        raise ModelError(f"{file.path} has {blocks} blocks and {len(file.tensors)} tensors; choose another file")
     names = {f"{old}.weight": f"{new}.weight" for old, new in _OUTSIDE_BLOCKS.items()}
     optional = {"output.weight"}
     for block in range(blocks):
@@ -172,8 +175,7 @@ def _convert_tensors(
         place = file.tensors[old]
         if len(place.shape) > 2:
             raise ModelError(f"{file.path}: the tensor {old} has {len(place.shape)} dimensions; expected 1 or 2")
-        is_norm = old.endswith("norm.weight")
-        if is_norm and known.norms_plus_one:
+        if known.norms_plus_one and old.endswith("norm.weight"):
             norm = gguf.convert_tensor(file, old, None, "float32")["weight"] - np.float32(1)
             parts = {"weight": norm.astype(dtype)}
         else:
@@ -262,20 +264,17 @@ def _rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] |
         }
         original = file.size(f"{file.architecture}.rope.scaling.original_context_length")
         return {"type": "longrope", "rope_type": "longrope", "original_max_position_embeddings": original, **parts}
-    kind = file.text(f"{file.architecture}.rope.scaling.type", "none")
-    if kind == "none" or (kind == "linear" and file.number(f"{file.architecture}.rope.scaling.factor", 1.0) == 1.0):
+    rope = f"{file.architecture}.rope"
+    kind = file.text(f"{rope}.scaling.type", "linear")
+    factor = file.number(f"{rope}.scaling.factor", file.number(f"{rope}.scale_linear", 1.0))  # an older name
+    if kind not in ("none", "linear", "yarn"):
+        raise ModelError(f"{file.path} scales positions with {kind!r}; expected none, linear, yarn or longrope")
+    if kind == "none" or factor in (0.0, 1.0):
         return None
-    scaling: dict[str, Any] = {
-        "type": kind,
-        "rope_type": kind,
-        "factor": file.number(f"{file.architecture}.rope.scaling.factor"),
-    }
+    scaling: dict[str, Any] = {"type": kind, "rope_type": kind, "factor": factor}
     if kind == "yarn":
-        original = file.size(f"{file.architecture}.rope.scaling.original_context_length")
-        return scaling | {"original_max_position_embeddings": original}
-    if kind == "linear":
-        return scaling
-    raise ModelError(f"{file.path} scales positions with {kind!r}; expected none, linear, yarn or longrope")
+        scaling["original_max_position_embeddings"] = file.size(f"{rope}.scaling.original_context_length")
+    return scaling
 
 
 def _llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:

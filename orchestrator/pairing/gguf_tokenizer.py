@@ -35,11 +35,10 @@ _SPLIT_PATTERNS = {
 }
 """The regular expression that splits text first; None: GPT-2's, which is built into the library."""
 _DIGIT_SPLITTERS = ("smollm", "starcoder", "refact")
-_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
-"""Pre-tokenizers that keep a word whole if it is a token, whatever the merges produce."""
+_LLAMA_3_PRE_TOKENIZERS = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
+"""They keep a word whole if it is a token, whatever the merges produce, and a text begins with bos by default."""
 _NORMALIZE_NFC = ("qwen2",)
 """Pre-tokenizers that first normalize text to NFC."""
-_BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
 _END_TOKENS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "</s>",
     "<eos>",
@@ -89,7 +88,7 @@ def _byte_level_tokenizer(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
         raise ModelError(f"{file.path} has the pre-tokenizer {pre!r}; expected one of {known}")
     vocabulary = {token: place for place, token in enumerate(tokens)}
     merges = [_parse_merge(file, merge, vocabulary) for merge in file.texts("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _IGNORE_MERGES))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _LLAMA_3_PRE_TOKENIZERS))
     if pre in _NORMALIZE_NFC:
         tokenizer.normalizer = normalizers.NFC()
     split, steps = _SPLIT_PATTERNS.get(pre), list[pre_tokenizers.PreTokenizer]()
@@ -156,10 +155,10 @@ def _special_ids(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
     special = {}
     for name, key in roles.items():
         token = file.whole(f"tokenizer.ggml.{key}_token_id", -1)
-        if token >= len(tokens):
-            raise ModelError(f"{file.path} has {len(tokens)} tokens, but its {name} is {token}; download it again")
-        if token >= 0:
+        if token in range(len(tokens)):
             special[name] = token
+        elif token not in (-1, 2**32 - 1):  # the latter is -1 as an unsigned number
+            raise ModelError(f"{file.path} has {len(tokens)} tokens, but its {name} is {token}; download it again")
     return special
 
 
@@ -174,7 +173,7 @@ def _post_processor(
     file: GgufFile, tokens: Sequence[str], special: dict[str, int], kind: str
 ) -> processors.TemplateProcessing:
     """Returns what puts special tokens around a text that is not a conversation."""
-    begins = kind == "llama" or file.text("tokenizer.ggml.pre", "") in _BOS_BY_DEFAULT
+    begins = kind == "llama" or file.text("tokenizer.ggml.pre", "") in _LLAMA_3_PRE_TOKENIZERS
     around = {
         "bos_token": file.flag("tokenizer.ggml.add_bos_token", begins),
         "eos_token": file.flag("tokenizer.ggml.add_eos_token", False),

@@ -53,7 +53,7 @@ _EXPECTED_NAME = (
 )
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 _TINY_NOTE = "using the tiny test model (--model tiny) instead, whose answers make little sense"
-_CONVERSION_VERSION = 4
+_CONVERSION_VERSION = 5
 """The version of the conversion; increased when the same GGUF file is converted differently."""
 
 

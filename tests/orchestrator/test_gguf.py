@@ -215,6 +215,23 @@ def test_llama3_rope_scaling_is_recovered_from_its_factors(tmp_path):
         converted(write_gguf(tmp_path / "b.gguf", tensors={"rope_freqs.weight": factors.astype(np.float32) + 1}))
 
 
+@pytest.mark.parametrize(
+    ("metadata", "factor"),
+    [
+        ({"scaling.type": "linear", "scaling.factor": 4.0}, 4.0),
+        ({"scaling.factor": 4.0}, 4.0),
+        ({"scale_linear": 4.0}, 4.0),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, None),
+        ({"scaling.type": "linear", "scaling.factor": 0.0}, None),
+        ({"scaling.type": "yarn"}, None),
+    ],
+)
+def test_linear_scaling_is_read_under_every_name_as_in_llama_cpp(tmp_path, metadata, factor):
+    said = {f"llama.rope.{key}": value for key, value in metadata.items()}
+    config = read_config(converted(write_gguf(tmp_path / "a.gguf", metadata=said)))
+    assert config.get("rope_scaling", {}).get("factor") == factor
+
+
 def read_config(folder: Path) -> dict:
     return model_files.read_json(folder / "config.json")
 
@@ -294,6 +311,13 @@ def test_end_of_turn_token_of_the_metadata_ends_the_text(tmp_path):
     """Whatever its name is."""
     file = write_gguf(tmp_path / "a.gguf", metadata={"tokenizer.ggml.eot_token_id": 9})
     assert 9 in load_text(find_model(str(file))).codec.eos
+
+
+def test_absent_token_may_be_the_largest_number(tmp_path):
+    """-1, which some converters write for it, in the unsigned type of these fields; llama.cpp ignores it, too."""
+    absent = {f"tokenizer.ggml.{name}_token_id": 2**32 - 1 for name in ("bos", "padding")}
+    special = load_text(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=absent)))).codec.special
+    assert special == {"eos_token": "<|im_end|>", "unk_token": "<|endoftext|>"}
 
 
 def test_template_for_conversations_with_tools_is_kept(tmp_path):
@@ -462,6 +486,7 @@ def test_non_gguf_files_are_refused(tmp_path):
         ({"tensors": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}}, "has the tensor blk.0.attn_sinks.weight"),
         ({"metadata": {"llama.expert_count": 8}}, "is a mixture of experts"),
         ({"metadata": {"split.count": 3}}, "is one of several parts"),
+        ({"metadata": {"general.type": "adapter"}}, "is of the type 'adapter'; expected the file of a whole model"),
         ({"metadata": {"llama.rope.scaling.type": "su", "llama.rope.scaling.factor": 2.0}}, "positions with 'su'"),
         ({"metadata": {"tokenizer.ggml.model": "bert"}}, "a tokenizer of the kind 'bert'; expected gpt2 or llama"),
         ({"pre": "of-next-year"}, "has the pre-tokenizer 'of-next-year'"),
