@@ -182,10 +182,8 @@ def find_model_folder(name: str | Path) -> Path:
     path = Path(os.path.expanduser(name))
     if (path / "config.json").is_file():
         return path
-    if path.is_dir():
-        raise ModelError(f"{path} is not a model folder: expected config.json and model*.safetensors in it")
     if path.exists():
-        raise ModelError(f"{path} is a file; expected a directory with config.json and model*.safetensors")
+        raise ModelError(f"{path} is not a model folder: expected config.json and model*.safetensors in it")
     raise ModelError(f"no model at {path}: give an existing directory")
 
 
@@ -205,6 +203,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     """Returns the model of a folder, whose weights are not read yet, and its config. Raises ModelError."""
     config = read_config(path)
+    if "model_file" in config:
+        raise ModelError(f"{path} needs code of its own ({config['model_file']}), which is not run; choose another")
     try:
         changed = flat_rope_fields(config)
         if isinstance(text := config.get("text_config"), dict):
@@ -217,13 +217,15 @@ def read_model(path: Path) -> tuple[nn.Module, dict[str, Any]]:
         raise
     except Exception as error:  # mlx-lm has a file of code for each model type, which may raise anything
         reason = first_line(error)
-        if "not supported" in reason:
+        if reason.startswith("Model type"):
             raise ModelError(f"{path}: mlx-lm has no model type {config['model_type']!r}; choose another") from error
         if isinstance(error, KeyError):
             reason = f"{reason} is missing"
-        raise ModelError(
-            f"{path} can't be loaded as {config['model_type']}: {reason}; download it again, or choose another model"
-        ) from error
+        advice = "download it again, or choose another model"
+        if "quantization" not in config and isinstance(foreign := config.get("quantization_config"), dict):
+            kind = foreign.get("quant_method", "an unknown method")
+            advice = f"its weights are quantised by {kind}: choose this model in MLX format, or not quantised"
+        raise ModelError(f"{path} can't be loaded as {config['model_type']}: {reason}; {advice}") from error
     except SystemExit as error:  # mlx-lm's OLMo ends the process if a library of its own is missing
         raise ModelError(
             f"{path}: mlx-lm's {config['model_type']} needs a library that is not installed; see stderr for its name"

@@ -195,6 +195,12 @@ def broken(source: Path, tmp_path: Path, name: str) -> Path:
         case "other-quantization":
             config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
             (path / "config.json").write_text(json.dumps(config))
+        case "odd-bits":
+            odd = {"group_size": 32, "bits": 7}
+            config["quantization"] = {**odd, "model.layers.0.self_attn.q_proj": odd}
+            (path / "config.json").write_text(json.dumps(config))
+        case "own-code":
+            (path / "config.json").write_text(json.dumps({**config, "model_file": "model.py"}))
         case "half-rope":
             config["rope_scaling"] = {"rope_type": "llama3"}
             (path / "config.json").write_text(json.dumps(config))
@@ -214,7 +220,9 @@ def broken(source: Path, tmp_path: Path, name: str) -> Path:
         ("half-config", "can't be loaded as llama"),
         ("other-shape", r"as llama: Missing 18 parameters: model\.layers\.3\.\S+\w; download it again"),
         ("no-heads", "can't be loaded as llama"),
-        ("other-quantization", "can't be loaded as llama"),
+        ("other-quantization", "as llama: .*; its weights are quantised by gptq: choose this model in MLX format"),
+        ("odd-bits", "as llama: .*bits 7 is not supported.*; download it again"),
+        ("own-code", r"needs code of its own \(model.py\), which is not run; choose another"),
         ("half-rope", "can't be loaded as llama: 'factor' is missing"),
         ("truncated", "can't be loaded as llama"),
     ],
@@ -228,7 +236,7 @@ def test_invalid_model_folder_is_refused_in_one_line(
 
 
 def test_path_to_a_file_is_refused(tiny_model: TinyModel) -> None:
-    with pytest.raises(ModelError, match="is a file"):
+    with pytest.raises(ModelError, match="is not a model folder"):
         load(tiny_model("llama") / "config.json")
 
 
