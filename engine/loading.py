@@ -30,6 +30,7 @@ from outrider.engine.hidden_states import ReducedLMHead
 from outrider.engine.ort import forward as ort
 from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.errors import ModelError, first_line, wrap_model_errors
+from outrider.protocol.heads import context_length
 from outrider.protocol.process import physical_memory
 
 if TYPE_CHECKING:
@@ -38,15 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MLX_THREADS = 8  # four read weights, one computes; the rest is a margin
-_CONTEXT_LENGTH_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "max_sequence_length",
-    "seq_length",
-    "n_ctx",
-)
-_DEFAULT_CONTEXT_LENGTH = 32768
 T = TypeVar("T")
 
 
@@ -168,7 +160,7 @@ def _make_loaded_model(
         config=config,
         model_type=config["model_type"],
         vocab_size=cpu.vocab_size if cpu is not None else model(mx.array([[0]])).shape[-1],  # lazy: only a shape
-        context_length=_context_length(config),
+        context_length=context_length(config),
         parameters=parameters,
         weight_bytes=weight_bytes,
         attention_only=all(is_attention(leaf) for cache in make_prompt_cache(model) for leaf in flatten_caches(cache)),
@@ -339,12 +331,3 @@ def _warm_up(model: nn.Module) -> None:
 def _forward_once(model: nn.Module) -> None:
     for text in ([[0]], [[0, 0]]):
         mx.eval(model(mx.array(text), cache=make_prompt_cache(model)))
-
-
-def _context_length(config: dict[str, Any]) -> int:
-    for settings in (config, config.get("text_config") or {}):
-        for key in _CONTEXT_LENGTH_KEYS:
-            if isinstance(settings.get(key), int) and settings[key] > 0:
-                return int(settings[key])
-    log.warning("the model's config has no context length; using %d", _DEFAULT_CONTEXT_LENGTH)
-    return _DEFAULT_CONTEXT_LENGTH

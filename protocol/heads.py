@@ -1,4 +1,4 @@
-"""The kinds of heads, and how to recognize a head by its checkpoint's config.json.
+"""What a checkpoint's config.json says of it: the kind of head that it is, and its context length.
 
 Knows names only; `drafters.heads` computes.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
+
+from outrider.protocol.sampling import MAX_COUNT
 
 HEAD_KINDS = ("dflash", "eagle3", "mtp", "redrafter", "early-exit")
 TARGET_HEADS = ("mtp", "early-exit")
@@ -22,6 +25,9 @@ NGRAM = "ngram"
 """The name of the drafter that copies n-grams of the text."""
 JOINT_SEPARATOR = "+"
 """Joins the names of two drafters whose drafts are verified as one tree: the draft workers and one in the target."""
+_CONTEXT_LENGTH_KEYS = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx",
+)  # fmt: skip
 _SHARED_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
@@ -38,7 +44,7 @@ def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None
         return "redrafter"
     if config.get("model_type") == "early_exit_adapter":
         return "early-exit"
-    ours, theirs = _text_config(config), _text_config(target or {})
+    ours, theirs = text_config(config), text_config(target or {})
     counts = [ours.get(key) or 0 for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers")]
     return "mtp" if any(counts) and all(ours.get(key) == theirs.get(key) for key in _SHARED_SIZES) else None
 
@@ -48,7 +54,7 @@ def head_tensor_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
     The heads of DeepSeek and GLM are stored as one more layer after the last.
     """
-    count = _text_config(config).get("num_hidden_layers")
+    count = text_config(config).get("num_hidden_layers")
     return ("mtp.", "model.mtp_layers.", *([f"model.layers.{count}."] if count else []))
 
 
@@ -67,5 +73,21 @@ def unique_names(kinds: Iterable[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("text_config") or config
+def context_length(config: Mapping[str, Any]) -> int:
+    """Returns the tokens that a model's context holds, by its config.json; 32,768 if that does not say.
+
+    YaRN stretches the context that it names: who adds it for long texts leaves `max_position_embeddings` as it is.
+    """
+    config = {**config, **text_config(config)}
+    lengths = [config[key] for key in _CONTEXT_LENGTH_KEYS if type(config.get(key)) is int and config[key] > 0][:1]
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if isinstance(scaling, dict) and "yarn" in (scaling.get("rope_type"), scaling.get("type")):
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
+            lengths.append(int(scaling["factor"] * scaling["original_max_position_embeddings"]))
+    return min(max(lengths, default=32768), MAX_COUNT)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the settings of a model's text part: of a model with images, those in `text_config`."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and text else config

@@ -45,7 +45,6 @@ _E2E_BUCKETS = (
     0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
     120.0, 240.0, 480.0, 960.0,
 )  # fmt: skip
-_DEFAULT_CONTEXT_LENGTH = 1 << 20
 
 
 class OrchestratorMetrics(Collector):
@@ -170,9 +169,9 @@ def process_metrics(stats: Stats | None) -> Iterator[Metric]:
 
 
 class Metrics:
-    """The metrics of one server. `model` is the label `model_name`; `context` is the context length, if known."""
+    """The metrics of one server. `model` is the label `model_name`; `context` is the context length."""
 
-    def __init__(self, model: str, context: int | None = None) -> None:
+    def __init__(self, model: str, context: int) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call] # creation times are not needed
         self.registry = CollectorRegistry()
         self._model = model
@@ -191,9 +190,8 @@ class Metrics:
         self.queue = self._histogram("request_queue_time_seconds", "Time in the queue", _E2E_BUCKETS)
         self.prefill = self._histogram("request_prefill_time_seconds", "From admission to first token", _E2E_BUCKETS)
         self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last", _E2E_BUCKETS)
-        most = context or _DEFAULT_CONTEXT_LENGTH
-        steps = (float(digit * 10**power) for power in range(len(str(most))) for digit in (1, 2, 5))
-        tokens = tuple(step for step in steps if step <= most)
+        steps = (float(digit * 10**power) for power in range(len(str(context))) for digit in (1, 2, 5))
+        tokens = tuple(step for step in steps if step <= context)
         self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a choice, cached or not", tokens)
         self.generated = self._histogram("request_generation_tokens", "Generated tokens of a choice", tokens)
 

@@ -59,7 +59,7 @@ def _describe_pair(target: ModelFiles, draft: ModelFiles) -> list[str]:
         f"{role}: {model.name} ({model.model_type}, vocabulary {model.vocab_size}, context {model.context_length})"
         for role, model in (("target", target), ("draft", draft))
     ]
-    if draft.context_length is not None and draft.context_length < (target.context_length or 0):
+    if draft.context_length < target.context_length:
         lines.append(f"the draft stops drafting at {draft.context_length} tokens, where its context ends")
     return lines
 

@@ -115,7 +115,7 @@ class Admission:
         """How many requests may run at once: the setting, or as many of typical length as memory holds."""
         if self._settings.max_active is not None:
             return self._settings.max_active
-        return min(self.kv_budget.max_texts(min(TYPICAL_TOKENS, self.context_length or TYPICAL_TOKENS)), MAX_ACTIVE)
+        return min(self.kv_budget.max_texts(min(TYPICAL_TOKENS, self.context_length)), MAX_ACTIVE)
 
     def accept(self, generate: Generate, key: str, sender: bytes = b"", path: QueuePath = ()) -> Ticket:
         """Checks and prepares a request of this sender, called `key` in the core.
@@ -197,7 +197,7 @@ class Admission:
     def _check_tokens(self, tokens: tuple[int, ...], resumed: tuple[int, ...], sampling: SamplingParams) -> None:
         if not tokens:
             raise InvalidRequest("the prompt is empty; expected text, or at least one token")
-        if self.context_length is not None and len(tokens) >= self.context_length:
+        if len(tokens) >= self.context_length:
             raise PromptTooLong(
                 f"the prompt is too long: {len(tokens)} tokens > {self.context_length - 1} maximum; this model's"
                 f" maximum context length is {self.context_length} tokens, one of them for the answer"
@@ -228,8 +228,10 @@ class Admission:
         notes = self._pair.notes
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbelow(SEED_RANGE))
-        limits = [] if self.context_length is None else [(self.context_length, "the context")]
-        limits.append((self.kv_budget.max_tokens, f"kv_memory ({in_mb(self.kv_budget.limit)})"))
+        limits = [
+            (self.context_length, "the context"),
+            (self.kv_budget.max_tokens, f"kv_memory ({in_mb(self.kv_budget.limit)})"),
+        ]
         for tokens, what in limits:
             room = tokens - prompt_tokens
             if sampling.max_tokens > room:

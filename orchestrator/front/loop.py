@@ -251,10 +251,9 @@ class Front:
 
     def _explain_shortage(self) -> str:
         """Returns why the cluster can't start with its `kv_memory`; empty: it can."""
-        context = self._admission.context_length
-        if context is None or self._pair.settings.kv_memory is None:
+        if self._pair.settings.kv_memory is None:
             return ""
-        return self._admission.kv_budget.explain_shortage(context, self._pair.target.name)
+        return self._admission.kv_budget.explain_shortage(self._admission.context_length, self._pair.target.name)
 
     def _on_request_began(self, ticket: Ticket, event: RequestBegan) -> None:
         admit = ticket.admit

@@ -28,8 +28,10 @@ from outrider.protocol.heads import (
     JOINT_SEPARATOR,
     NGRAM,
     TARGET_HEADS,
+    context_length,
     head_kind,
     head_tensor_prefixes,
+    text_config,
     unique_names,
 )
 
@@ -45,27 +47,25 @@ DEFAULT_MODEL = "smollm2"
 MODEL_VARIABLE = "OUTRIDER_MODEL"
 """The environment variable that sets another default model."""
 _REPOSITORY_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")
+_CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt", "*.py")
 _WEIGHT_PATTERNS = ("model*.safetensors",)
-_CODE_PATTERNS = ("*.py",)
 _EXPECTED_NAME = (
     "expected a name of `outrider pairs`, a model's folder, a GGUF file or a Hugging Face id such as org/name"
 )
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-_TINY_NOTE = "using the tiny test model (--model tiny) instead, whose answers make little sense"
 _CONVERSION_VERSION = 5
 """The version of the conversion; increased when the same GGUF file is converted differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's `name` as the user gave it, and its `folder`. Sizes are None if config.json does not have them."""
+    """A model's `name` as the user gave it, and its `folder`. `vocab_size`: None if config.json does not have it."""
 
     name: str
     folder: Path
     model_type: str
     vocab_size: int | None
-    context_length: int | None
+    context_length: int
 
 
 def find_model(name: str, weights: bool = True, keep_precision: bool = False) -> ModelFiles:
@@ -118,7 +118,7 @@ def default_model() -> tuple[str, str | None]:
     except ModelError as error:
         if not is_on_disk(TINY):
             raise
-        return TINY, f"{error}; {_TINY_NOTE}"
+        return TINY, f"{error}; using the tiny test model (--model tiny) instead, whose answers make little sense"
 
 
 def is_on_disk(name: str) -> bool:
@@ -210,19 +210,14 @@ def _describe_model(name: str, folder: Path, weights: bool) -> ModelFiles:
     if weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{name} has no *.safetensors files; other weights (pytorch_model.bin) have to be converted")
     config = read_json(folder / "config.json")
-    text = config.get("text_config")
-    merged = {**config, **text} if isinstance(text, dict) else config
+    vocab_size = {**config, **text_config(config)}.get("vocab_size")
     return ModelFiles(
         name=name,
         folder=folder.resolve(),
         model_type=str(config.get("model_type", "")),
-        vocab_size=_int_or_none(merged.get("vocab_size")),
-        context_length=_int_or_none(merged.get("max_position_embeddings")),
+        vocab_size=vocab_size if type(vocab_size) is int else None,
+        context_length=context_length(config),
     )
-
-
-def _int_or_none(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _fetch_from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Path:
@@ -233,7 +228,7 @@ def _fetch_from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Pat
     from huggingface_hub import snapshot_download  # deferred: a local model doesn't need it
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = [*_CONFIG_PATTERNS, *_CODE_PATTERNS, *((shards or _WEIGHT_PATTERNS) if weights else ())]
+    patterns = [*_CONFIG_PATTERNS, *((shards or _WEIGHT_PATTERNS) if weights else ())]
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
         if not weights or _has_weights(cached, shards):

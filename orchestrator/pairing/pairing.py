@@ -63,7 +63,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
         is_mtp = settings.draft_backend == "mtp"
         draft_files = find_own_head(draft) if is_mtp else find_model(draft, keep_precision=keep)
         if settings.drafts_with_head:  # a head has the target's tokens and context, whatever its config says
-            draft_files = replace(draft_files, vocab_size=None, context_length=None)
+            draft_files = replace(draft_files, vocab_size=None, context_length=target_files.context_length)
     heads, left_out = _resolve_heads(settings.head, target_files)
     folders = replace(
         settings,
@@ -82,15 +82,11 @@ def load_pair(pair: ChosenPair) -> ModelText:
         ModelError: a tokenizer can't be read, or the vocabularies differ; the message says how.
     """
     text, draft = load_text(pair.target), pair.draft
-    if draft is not None and not pair.settings.drafts_with_head and not _have_equal_tokenizers(pair.target, draft):
-        require_same_vocabulary(text.codec, load_codec(draft))
+    if draft is not None and not pair.settings.drafts_with_head:
+        equal, _, _ = filecmp.cmpfiles(pair.target.folder, draft.folder, _VOCABULARY_FILES, shallow=False)
+        if len(equal) < len(_VOCABULARY_FILES):  # comparing them is quicker than loading a tokenizer
+            require_same_vocabulary(text.codec, load_codec(draft))
     return text
-
-
-def _have_equal_tokenizers(target: ModelFiles, draft: ModelFiles) -> bool:
-    """Returns whether the models' tokenizer files are equal; comparing them is quicker than loading a tokenizer."""
-    equal, _, _ = filecmp.cmpfiles(target.folder, draft.folder, _VOCABULARY_FILES, shallow=False)
-    return len(equal) == len(_VOCABULARY_FILES)
 
 
 def _find_default_draft(settings: ServeSettings, model: str) -> str | None:

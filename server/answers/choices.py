@@ -351,7 +351,7 @@ def plan_answer(
     by_token = box.single or speculation.get("origins")
     choices: list[ChoiceState] = []
     for prompt in prompts:
-        room = max((model.context_length or MAX_COUNT) - len(prompt.tokens), 1) if limit == MAX_COUNT else limit
+        room = max(model.context_length - len(prompt.tokens), 1) if limit == MAX_COUNT else limit
         for number in range(count):
             own = replace(sampling, seed=derive_seed(sampling.seed or 0, number), max_tokens=room)
             splitter = Splitter(thinking, model.tools, box, prompt.thinking_mode, form is not None, grammar is not None)

@@ -58,9 +58,9 @@ class Model(ApiResponse):
     owned_by: str = "outrider"
     display_name: str
     lifecycle: Literal["active"] = "active"
-    max_model_len: int | None
+    max_model_len: int
     chat_template: bool
-    max_input_tokens: int | None = Field(description="Anthropic's name for max_model_len")
+    max_input_tokens: int = Field(description="Anthropic's name for max_model_len")
     description: str | None = omit_if_none()
 
 
@@ -82,7 +82,7 @@ class Piece(ApiResponse):
 class TokenizeResponse(ApiResponse):
     tokens: list[int] | list[Piece]
     count: int
-    max_model_len: int | None
+    max_model_len: int
     token_strs: list[str] | None = omit_if_none()
 
 

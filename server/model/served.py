@@ -113,7 +113,7 @@ class ServedModel:
         return self.names[0]
 
     @property
-    def context_length(self) -> int | None:
+    def context_length(self) -> int:
         return self.codec.model.context_length
 
     def tokenize_text(self, text: str) -> TokenizedPrompt:
@@ -185,7 +185,7 @@ class ServedModel:
     def encode(self, text: str, special: bool) -> tuple[int, ...]:
         """Tokenizes `text`. Raises PromptTooLong if it is certainly too long, because that would take seconds."""
         room = self.context_length
-        if room is not None and len(text) >= room * self.longest_token:
+        if len(text) >= room * self.longest_token:
             raise PromptTooLong(
                 f"the prompt is too long: {len(text)} characters are more than {room} tokens; this model's maximum"
                 f" context length is {room} tokens, one of them for the answer"

@@ -22,6 +22,7 @@ from outrider.orchestrator.pairing.model_files import (
 from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
+from outrider.protocol.heads import context_length
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +41,27 @@ def test_sizes_are_read_from_text_config(model_folder):
     )
     found = find_model(str(model_folder))
     assert (found.vocab_size, found.context_length) == (9, 8)
+
+
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "yarn", **_YARN}}, 131072),
+        ({"max_position_embeddings": 40960, "rope_parameters": {"rope_type": "yarn", **_YARN}}, 131072),
+        ({"max_position_embeddings": 262144, "rope_scaling": {"type": "yarn", **_YARN}}, 262144),
+        ({"max_position_embeddings": 40960, "rope_scaling": {"type": "yarn", "factor": "4"}}, 40960),
+        ({"max_position_embeddings": 40960, "rope_scaling": {"type": "linear", **_YARN}}, 40960),
+        ({"max_position_embeddings": 2**40}, 2**31 - 1),
+        ({"max_position_embeddings": "4096"}, 32768),
+    ],
+)
+def test_context_length_is_what_the_positions_allow(config, expected):
+    """Qwen's models are extended by a `rope_scaling` in config.json, and nothing else there is to be changed."""
+    assert context_length(config) == context_length({"text_config": config}) == expected
 
 
 @pytest.mark.parametrize("name", ["/no/such/path", "./nope", "~/nope-nope", "nope", "a/b/c", "org/na me"])
@@ -185,7 +207,7 @@ def test_auto_backend_detects_heads_by_their_config(tmp_path, config, kind):
     head = ServeSettings(model=str(TINY_TARGET), draft_model=str(tmp_path), draft_backend="auto")
     pair = choose_pair(head)
     assert pair.settings.draft_backend == kind and pair.settings.colocate
-    assert pair.draft is not None and pair.draft.context_length is None
+    assert pair.draft is not None and pair.draft.context_length == pair.target.context_length
     assert load_pair(pair).codec is not None
     model = ServeSettings(model=str(TINY_TARGET), draft_model=str(TINY_DRAFT), draft_backend="auto")
     assert choose_pair(model).settings.draft_backend == "mlx"
