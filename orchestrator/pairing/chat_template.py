@@ -35,7 +35,7 @@ def chat_template(folder: Path, name: str = _DEFAULT_NAME) -> str | None:
     """Returns the chat template of this name in a model's folder, where transformers looks; None if there is none.
 
     Raises:
-        ModelError: its file can't be read.
+        ModelError: its file can't be read, or it is code of mlx-lm instead.
     """
     file = folder / (JINJA_FILE if name == _DEFAULT_NAME else f"{_NAMED_FOLDER}/{name}.jinja")
     if file.is_file():
@@ -44,9 +44,12 @@ def chat_template(folder: Path, name: str = _DEFAULT_NAME) -> str | None:
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} can't be read as text ({error}); download the model again") from None
     for config in ("chat_template.json", "tokenizer_config.json"):
-        template = _named_template(read_json(folder / config).get("chat_template"), name)
+        fields = read_json(folder / config)
+        template = _named_template(fields.get("chat_template"), name)
         if template is not None:
             return template
+        if name == _DEFAULT_NAME and (code := fields.get("chat_template_type")):
+            raise ModelError(f"{folder} has no chat template, only code of mlx-lm ({code}); add {JINJA_FILE} there")
     return None
 
 

@@ -43,11 +43,9 @@ class Spelling:
             known = all(letter in self._alphabet for letter in name)
             return bytes(self._alphabet[letter] for letter in name) if known else name.encode()
         byte = _BYTE.fullmatch(name) if self._has_byte_tokens else None
-        return (
-            bytes.fromhex(byte[1])
-            if byte
-            else self._decode(self._context_token, token)[self._context_length :].encode()
-        )
+        if byte:
+            return bytes.fromhex(byte[1])
+        return self._decode(self._context_token, token)[self._context_length :].encode()
 
     def _decode(self, *tokens: int) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))

@@ -206,7 +206,9 @@ def _describe_model(name: str, folder: Path, weights: bool) -> ModelFiles:
     if not folder.is_dir():
         raise ModelError(f"{name} is a file that is not in GGUF format; {_EXPECTED_NAME}")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{name} is not a model folder: config.json is missing (a GGUF file is given by its path)")
+        is_adapter = (folder / "adapter_config.json").is_file()
+        hint = "merge an adapter into its model first" if is_adapter else "a GGUF file is given by its path"
+        raise ModelError(f"{name} is not a model folder: config.json is missing ({hint})")
     if weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{name} has no *.safetensors files; other weights (pytorch_model.bin) have to be converted")
     config = read_json(folder / "config.json")

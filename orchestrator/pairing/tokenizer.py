@@ -94,9 +94,7 @@ def _load_tokenizer(model: ModelFiles, named: Sequence[str]) -> Tokenizer:
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises no narrower class
-            raise ModelError(
-                f"{path} can't be read ({error}); expected a tokenizer of the tokenizers library"
-            ) from None
+            raise ModelError(f"{path} can't be read ({error}); expected a file of the tokenizers library") from None
         if "ByteLevel" not in decoder_kinds(tokenizer) or None in map(tokenizer.token_to_id, named):
             with suppress(ModelError):  # in which case mlx-lm has no other tokenizer, either
                 tokenizer = _load_with_transformers(model)
@@ -130,8 +128,7 @@ def _load_with_transformers(model: ModelFiles) -> Tokenizer:
 
 def _read_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     merged = {**read_json(folder / "special_tokens_map.json"), **config}
-    texts = {name: _token_text(merged.get(name)) for name in _SPECIAL_TOKENS}
-    return {name: text for name, text in texts.items() if text is not None}
+    return {name: text for name in _SPECIAL_TOKENS if (text := _token_text(merged.get(name))) is not None}
 
 
 def _read_added_tokens(folder: Path, config: Mapping[str, Any]) -> list[str]:

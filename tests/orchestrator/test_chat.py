@@ -35,6 +35,15 @@ def test_prompt_equals_transformers_chat_template(model_folder):
     assert ModelText(codec, chat_template(model_folder), {}).tokens(" hi <there> ") == tuple(expected)
 
 
+def test_format_that_is_code_of_mlx_lm_is_refused_unless_there_is_a_template(model_folder):
+    """As of DeepSeek V3.2: conversations were joined to a plain text."""
+    write_config(model_folder, chat_template_type="deepseek_v32")
+    with pytest.raises(ModelError, match=r"only code of mlx-lm \(deepseek_v32\); add chat_template.jinja"):
+        chat_template(model_folder)
+    (model_folder / "chat_template.jinja").write_text(TEMPLATE)
+    assert chat_template(model_folder) == TEMPLATE and chat_template(model_folder, TOOL_TEMPLATE) is None
+
+
 def test_generation_tags_are_ignored_as_by_transformers(model_folder):
     from transformers import AutoTokenizer
 

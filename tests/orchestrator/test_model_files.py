@@ -70,6 +70,13 @@ def test_missing_path_raises_model_error(name):
         find_model(name)
 
 
+def test_an_adapter_is_to_be_merged_first(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapters.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"config.json is missing \(merge an adapter into its model first"):
+        find_model(str(tmp_path))
+
+
 def test_missing_path_in_the_environment_names_the_variable(monkeypatch):
     monkeypatch.setenv("OUTRIDER_MODEL", "/no/such/path")
     with pytest.raises(ModelError, match=r"no such path: /no/such/path \(in OUTRIDER_MODEL\); expected"):

@@ -143,7 +143,7 @@ def test_special_tokens_may_be_objects(model_folder):
 
 def test_unreadable_tokenizer_raises_model_error(model_folder):
     (model_folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match="expected a tokenizer"):
+    with pytest.raises(ModelError, match="expected a file of the tokenizers library"):
         load_codec(find_model(str(model_folder)))
 
 
