@@ -37,14 +37,14 @@ _SPLIT_PATTERNS = {
 _DIGIT_SPLITTERS = ("smollm", "starcoder", "refact")
 _LLAMA_3_PRE_TOKENIZERS = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
 """They keep a word whole if it is a token, whatever the merges produce, and a text begins with bos by default."""
-_NORMALIZE_NFC = ("qwen2",)
-"""Pre-tokenizers that first normalize text to NFC."""
 _END_TOKENS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "</s>",
     "<eos>",
 })  # fmt: skip
 """Tokens that end an answer if they are control tokens, as in llama.cpp."""
 _SPACE = "\u2581"
+_BEFORE_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+"""Of Phi 3's special tokens, those that do not take in the spaces and line breaks after them, which no file says."""
 
 
 def write_tokenizer(file: GgufFile, folder: Path, vocabulary: int) -> dict[str, int | list[int]]:
@@ -67,8 +67,9 @@ def write_tokenizer(file: GgufFile, folder: Path, vocabulary: int) -> dict[str, 
         raise ModelError(f"{file.path} has {len(tokens)} tokens, but {len(types)} token types; download it again")
     typed = [1] * len(tokens) if types is None else types.tolist()
     tokenizer = _byte_level_tokenizer(file, tokens) if kind == "gpt2" else _sentencepiece_tokenizer(file, tokens, typed)
+    is_phi_3 = file.architecture == "phi3" and kind == "llama"
     added = [
-        AddedToken(token, special=of == _CONTROL, normalized=False)
+        AddedToken(token, special=of == _CONTROL, normalized=False, rstrip=is_phi_3 and token not in _BEFORE_SPACES)
         for token, of in zip(tokens, typed, strict=True)
         if of in (_CONTROL, _USER_DEFINED) and tokenizer.token_to_id(token) is not None
     ]
@@ -89,7 +90,7 @@ def _byte_level_tokenizer(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     vocabulary = {token: place for place, token in enumerate(tokens)}
     merges = [_parse_merge(file, merge, vocabulary) for merge in file.texts("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _LLAMA_3_PRE_TOKENIZERS))
-    if pre in _NORMALIZE_NFC:
+    if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     split, steps = _SPLIT_PATTERNS.get(pre), list[pre_tokenizers.PreTokenizer]()
     if pre in _DIGIT_SPLITTERS:

@@ -54,8 +54,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
             raise ModelError(f"no draft model comes with {model}; expected --draft-model for colocate or coreml")
         settings = replace(settings, draft_backend="ngram" if settings.ngrams else "none")
         if settings.ngrams and not settings.head and model not in PULLED_MODELS:
-            note = "there is no draft model (--draft-model), so drafts come only from n-grams of the text"
-            notes = (*notes, note)
+            notes = (*notes, "there is no draft model (--draft-model), so drafts come only from n-grams of the text")
     keep = settings.gguf_keep_precision
     target_files, draft_files = find_model(model, not settings.await_target, keep), None
     if draft is not None and settings.needs_draft_model:

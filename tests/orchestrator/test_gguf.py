@@ -284,6 +284,22 @@ def test_sentencepiece_tokenizer_keeps_bytes_and_spaces(tmp_path):
             assert codec.tokenizer.decode(list(codec.encode(text, special=False)), skip_special_tokens=False) == text
 
 
+@pytest.mark.parametrize(("architecture", "kept"), [("phi3", []), ("llama", ["\u2581", "<0x0A>"])])
+def test_special_tokens_of_phi_3_take_in_the_spaces_after_them(tmp_path, architecture, kept):
+    """As in its tokenizer.json; llama.cpp knows the model by its name."""
+    special = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>"]
+    spelled = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "h"]
+    said = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": spelled,
+        "tokenizer.ggml.token_type": [2, 3, 3, 3, 3, *[6] * 256, 1, 1],
+        "tokenizer.ggml.scores": [0.0] * 261 + [-1.0, -2.0],
+    }
+    codec = load_text(find_model(str(write_gguf(tmp_path / "a.gguf", architecture, metadata=said)))).codec
+    found = [codec.tokenizer.id_to_token(token) for token in codec.encode("<|user|>\n<s>h<|end|>\n", special=False)]
+    assert found == ["<|user|>", *kept, "<s>", "\u2581", "h", "<|end|>", *kept]
+
+
 def test_token_types_may_be_fractions_or_no_numbers(tmp_path):
     types = [3.0] * 3 + [math.nan] * 262
     codecs = [
