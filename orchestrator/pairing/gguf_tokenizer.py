@@ -17,7 +17,7 @@ from outrider.orchestrator.pairing.chat_template import TOOL_TEMPLATE
 from outrider.orchestrator.pairing.gguf import GgufFile
 from outrider.protocol.errors import ModelError
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -41,7 +41,7 @@ _END_TOKENS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "</s>",
     "<eos>",
 })  # fmt: skip
-"""Tokens that end an answer if they are control tokens, as in llama.cpp."""
+"""Tokens that end an answer, as in llama.cpp, unless they are ordinary text."""
 _SPACE = "\u2581"
 _BEFORE_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 """Of Phi 3's special tokens, those that do not take in the spaces and line breaks after them, which no file says."""
@@ -65,7 +65,7 @@ def write_tokenizer(file: GgufFile, folder: Path, vocabulary: int) -> dict[str, 
     types = file.numbers("tokenizer.ggml.token_type")
     if types is not None and len(types) != len(tokens):
         raise ModelError(f"{file.path} has {len(tokens)} tokens, but {len(types)} token types; download it again")
-    typed = [1] * len(tokens) if types is None else types.tolist()
+    typed = [_NORMAL] * len(tokens) if types is None else types.tolist()
     tokenizer = _byte_level_tokenizer(file, tokens) if kind == "gpt2" else _sentencepiece_tokenizer(file, tokens, typed)
     is_phi_3 = file.architecture == "phi3" and kind == "llama"
     added = [
@@ -165,7 +165,7 @@ def _special_ids(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
 
 def _config_ids(tokens: Sequence[str], types: Sequence[int], special: dict[str, int]) -> dict[str, int | list[int]]:
     named = [special[role] for role in ("eos_token", "eot_token") if role in special]
-    ends = [place for place, token in enumerate(tokens) if token in _END_TOKENS and types[place] == _CONTROL]
+    ends = [place for place, token in enumerate(tokens) if token in _END_TOKENS and types[place] != _NORMAL]
     ids: dict[str, int | list[int]] = {"eos_token_id": list(dict.fromkeys([*named, *ends]))}
     return ids | ({"bos_token_id": special["bos_token"]} if "bos_token" in special else {})
 

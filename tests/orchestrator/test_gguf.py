@@ -329,6 +329,13 @@ def test_end_of_turn_token_of_the_metadata_ends_the_text(tmp_path):
     assert 9 in load_text(find_model(str(file))).codec.eos
 
 
+@pytest.mark.parametrize(("kind", "is_end"), [(3, True), (4, True), (1, False)])
+def test_user_defined_token_of_the_chat_format_ends_the_text(tmp_path, kind, is_end):
+    """As converters write an added token that is not special; the model may name another end."""
+    said = {"tokenizer.ggml.token_type": [3, 3, kind, *[1] * 262], "tokenizer.ggml.eos_token_id": 0}
+    assert (2 in load_text(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=said)))).codec.eos) == is_end
+
+
 def test_absent_token_may_be_the_largest_number(tmp_path):
     """-1, which some converters write for it, in the unsigned type of these fields; llama.cpp ignores it, too."""
     absent = {f"tokenizer.ggml.{name}_token_id": 2**32 - 1 for name in ("bos", "padding")}
