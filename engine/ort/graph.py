@@ -282,7 +282,8 @@ def _attention(
 ) -> str:
     """Adds the attention of normed x [T, H], which writes keys and values in place."""
     heads, kv_heads, width = int(attention.n_heads), shape.kv_heads, shape.width
-    qkv = b.linear(x, _projections(attention))
+    projections = ("qkv_proj",) if "qkv_proj" in attention else ("q_proj", "k_proj", "v_proj")
+    qkv = b.linear(x, [attention[name] for name in projections])
     if "q_norm" in attention:
         q, k, v = f"q_{number}", f"k_{number}", f"v_{number}"
         widths = b.ints(heads * width, kv_heads * width, kv_heads * width)
@@ -348,12 +349,6 @@ def _proto(b: Builder, layout: Layout, features: bool) -> bytes:
     opsets = [helper.make_opsetid("", _OPSET_VERSION), helper.make_opsetid(_MICROSOFT_DOMAIN, 1)]
     proto: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION).SerializeToString()
     return proto
-
-
-def _projections(attention: nn.Module) -> list[nn.Module]:
-    if "qkv_proj" in attention:
-        return [attention.qkv_proj]
-    return [attention.q_proj, attention.k_proj, attention.v_proj]
 
 
 def _linear_form(layer: nn.Module) -> tuple[object, ...]:

@@ -59,6 +59,10 @@ class TextCodec:
             (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special and not begun)
         except TypeError:  # half a surrogate pair, or a byte of a terminal or command line that is not UTF-8
             raise InvalidRequest("the text can't be encoded as UTF-8; expected Unicode text") from None
+        except Exception as error:  # tokenizers raises no narrower class
+            raise InvalidRequest(
+                f"the text can't be encoded ({first_line(error)}); expected characters that the tokenizer knows"
+            ) from None
         return tuple(encoding.ids)
 
     def end_tokens(self, sampling: SamplingParams) -> frozenset[int]:
@@ -116,7 +120,7 @@ def _load_with_transformers(model: ModelFiles) -> Tokenizer:
 
     try:
         loaded = AutoTokenizer.from_pretrained(str(model.folder), trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # transformers has a class for each family, which may raise anything
         raise ModelError(
             f"{model.name} has no readable tokenizer ({first_line(error)}); expected tokenizer.json in its folder"
         ) from None

@@ -491,12 +491,16 @@ def test_graph_that_computes_another_model_is_not_used(
     def without_rotation(rope: object, width: int, count: int) -> np.ndarray:
         return np.stack([np.ones((count, width // 2), np.float32), np.zeros((count, width // 2), np.float32)])
 
+    linear = graph.Builder.linear
+
+    def with_values_as_keys(builder: graph.Builder, x: str, layers: Sequence[nn.Module]) -> str:
+        q, *others = layers
+        return linear(builder, x, [q, *reversed(others)] if len(others) == 2 else layers)
+
     if fault == "rope":
         monkeypatch.setattr("outrider.engine.ort.forward.rope_angles", without_rotation)
     elif fault == "order":
-        monkeypatch.setattr(
-            "outrider.engine.ort.graph._projections", lambda layer: [layer.q_proj, layer.v_proj, layer.k_proj]
-        )
+        monkeypatch.setattr("outrider.engine.ort.graph.Builder.linear", with_values_as_keys)
     else:
         monkeypatch.setattr(
             "outrider.engine.ort.graph.to_numpy", lambda array: np.abs(np.array(array.astype(mx.float32)))

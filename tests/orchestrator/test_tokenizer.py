@@ -6,6 +6,7 @@ import json
 import threading
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec, load_text
@@ -88,6 +89,23 @@ def test_tokens_that_tokenizer_json_lacks_are_added_as_by_transformers(model_fol
     assert tokens == tuple(theirs.encode("x<|new|>y", add_special_tokens=False)) and 4096 in tokens
     assert codec.decode(tokens) == "x<|new|>y" and codec.spelling.of(4096) == b"<|new|>"
     assert (4096 in codec.eos) == (place == "eos_token")
+
+
+def test_text_that_the_tokenizer_refuses_ends_only_its_request(model_folder):
+    """The error of the tokenizers library has no class of its own, and ended the server."""
+    Tokenizer(models.WordPiece({"he": 0}, unk_token="[UNK]")).save(str(model_folder / "tokenizer.json"))
+    (model_folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    codec = load_codec(find_model(str(model_folder)))
+    assert codec.encode("he") == (0,)
+    with pytest.raises(InvalidRequest, match=r"can't be encoded \(WordPiece error: Missing \[UNK\]"):
+        codec.encode("é")
+
+
+def test_tokenizer_that_its_family_can_not_read_is_read_from_its_file(model_folder):
+    """BigBird's class, which needs its own special tokens, raises UnboundLocalError."""
+    byte_fallback(BYTE_FALLBACK["llama"]).save(str(model_folder / "tokenizer.json"))
+    (model_folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BigBirdTokenizer"}')
+    assert load_codec(find_model(str(model_folder))).encode("he", special=False)
 
 
 def test_end_tokens_come_from_generation_config_config_and_tokenizer(model_folder):
