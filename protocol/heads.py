@@ -36,9 +36,9 @@ def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None
 
     `target`: the target's config.json; its original repository may have its own head (mtp).
     """
-    named = [str(config.get("speculators_model_type", "")), *map(str, config.get("architectures") or ())]
+    named = f"{config.get('speculators_model_type')} {config.get('architectures')}".lower()
     for kind, words in _ARCHITECTURE_WORDS.items():
-        if any(word in name.lower() for name in named for word in words):
+        if any(word in named for word in words):
             return kind
     if "recurrent_drafting" in str(config.get("model_type", "")):
         return "redrafter"

@@ -22,7 +22,7 @@ from outrider.orchestrator.pairing.model_files import (
 from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
-from outrider.protocol.heads import context_length
+from outrider.protocol.heads import context_length, head_kind
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +171,15 @@ def test_head_kind_without_a_model_uses_the_tiny_target(kind):
     alone = choose_pair(ServeSettings(draft_backend=kind))
     assert alone.settings.model == str(TINY_TARGET) and alone.settings.draft_model == tiny_heads()[kind]
     assert choose_pair(ServeSettings(head=(kind,))).settings.head == (tiny_heads()[kind],)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "kind"),
+    [(["LlamaForCausalLMEagle3"], "eagle3"), ("DFlashDraftModel", "dflash"), (["LlamaForCausalLM"], None), (1, None)],
+)
+def test_head_is_recognized_by_its_architecture_however_that_is_written(architectures, kind):
+    """mlx-lm accepts a text instead of a list, too; a number ended the start with a traceback."""
+    assert head_kind({"architectures": architectures}) == kind
 
 
 def test_head_kind_without_a_tiny_head_is_refused():
