@@ -10,36 +10,22 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from outrider.engine.loading import load
+from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import verify
-from outrider.orchestrator.pairing.model_files import TINY_TARGET
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.default_model import default_codec
 from tests.slots import open_slots
+from tests.tiny import Pair
 
 SOURCE = Path(__file__).with_name("jumping_clock.c")
 PROMPT = "def fibonacci(n):"
 TOKENS = 24
-ASK = (
-    "-m",
-    "outrider",
-    "generate",
-    "--prompt",
-    PROMPT,
-    "--max-tokens",
-    str(TOKENS),
-    "--seed",
-    "5",
-    "--temp",
-    "0.8",
-    "--json",
-    "--ignore-chat-template",
-)
+SAMPLING = SamplingParams(max_tokens=TOKENS, temp=0.8, seed=5)
+ASK = ("--max-tokens", str(TOKENS), "--seed", "5", "--temp", "0.8", "--json", "--ignore-chat-template", "--ignore-eos")
 
 
 @pytest.fixture
@@ -59,19 +45,17 @@ def test_jumping_clock_library_makes_the_clock_jump(jumping: dict[str, str]) -> 
     assert done.stdout == "True\n", done.stderr
 
 
-def test_full_disks_no_home_and_a_jumping_clock_change_no_token(jumping: dict[str, str]) -> None:
+def test_full_disks_no_home_and_a_jumping_clock_change_no_token(
+    jumping: dict[str, str], served: Pair, served_target: LoadedModel, codec: TextCodec
+) -> None:
     ask = f'ulimit -f 0; exec "{sys.executable}" "$@"'
+    models = ("--model", str(served.target), "--draft-model", str(served.draft))
+    command = ("-m", "outrider", "generate", "--prompt", PROMPT, *models, *ASK)
     environment = {**os.environ, **jumping, "HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null/cache"}
-    done = subprocess.run(["bash", "-c", ask, "bash", *ASK], env=environment, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-c", ask, "bash", *command], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    prompt = default_codec().encode(PROMPT)
-    assert report["token_ids"] == plain_tokens(prompt, SamplingParams(max_tokens=TOKENS, temp=0.8, seed=5))
+    (slot,) = open_slots(served_target, [codec.encode(PROMPT)], [SAMPLING])
+    assert report["token_ids"] == [verify(slot).bonus for _ in range(TOKENS)]
     assert done.stderr.count("can't be saved in") == 1
     assert "Traceback" not in done.stderr and "started again" not in done.stderr, done.stderr
-
-
-def plain_tokens(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
-    """What the tiny target says by itself, in this process."""
-    slots = open_slots(load(TINY_TARGET), [prompt], [sampling])
-    return [verify(slots[0]).bonus for _ in range(sampling.max_tokens)]
