@@ -27,6 +27,14 @@ settings.register_profile("untimed", deadline=None)  # no time decides a test
 settings.load_profile("untimed")
 
 
+def pytest_configure() -> None:
+    """On a CPU, models in a test's own process do not compile their kernels, which takes half a minute of g++ on a new
+    machine. Real workers do."""
+    if mx.default_device() == mx.cpu:
+        mx.disable_compile()
+        mx.enable_compile = lambda: None  # which `engine/sampling.py` calls after its filters
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """The 400,000 objects of collected tests live to the end, and each load of a model asks for a full garbage
