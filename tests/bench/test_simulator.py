@@ -24,7 +24,7 @@ MACHINE = Profile(
     "round numbers", ("none",), Latency(((1, VERIFY_MS),)), Latency(((1, STEP_MS),)), 0.0, (0.8,), (0.6, 0.2, 0.1)
 )
 SURE = replace(MACHINE, acceptance=(1.0,))
-TOKENS = 4000
+TOKENS = 2000
 
 
 def rate(profile: Profile, policy: Policy, batch: int = 1, hop_ms: float = 0.0) -> float:
