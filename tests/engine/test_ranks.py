@@ -87,7 +87,7 @@ def test_cache_of_a_follower_equals_that_of_rank_0(tiny_model: Callable[..., Pat
     """Texts come and go, are fed together, marked, cut, copied into others and dropped; some tokens are unread."""
     two, draws = Two(tiny_model(family)), random.Random(1)
     lines, copies = [two.texts.open()], list[Any]()
-    for step in range(25):
+    for step in range(16):
         if len(lines) < 4 and draws.random() < 0.4:
             lines.append(two.texts.open())
             if copies and draws.random() < 0.5:

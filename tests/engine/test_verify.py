@@ -42,7 +42,7 @@ def slot_of(model: LoadedModel, params: SamplingParams = GREEDY, prompt: list[in
     return open_slots(model, [prompt], [params])[0]
 
 
-LONGEST = 32
+LONGEST = 24
 
 
 def decoded(model: LoadedModel, params: SamplingParams, count: int, prompt: list[int] = PROMPT) -> list[int]:
