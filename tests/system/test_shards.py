@@ -31,7 +31,7 @@ from tests.tiny import Pair
 LIMIT = 200.0
 PROMPT = "def fibonacci(n):"
 LONG_FORM = bool(os.environ.get("OUTRIDER_RANKS"))
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 SAMPLED = replace(GREEDY, temp=0.8, seed=5, top_p=0.95, repetition_penalty=1.1)
 HELD = SamplingParams(max_tokens=32, temp=0.8, seed=7, grammar=Grammar("regex", "(ab|cd|[0-9]{3}){40,80}"))
 TOLD = replace(SAMPLED, seed=6, logprobs=2)
