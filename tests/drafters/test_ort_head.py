@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,8 +121,13 @@ def test_heads_are_left_to_mlx_when_the_cpu_kernels_are_mlx(
 def test_graph_with_wrong_logits_is_rejected_at_load(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch, make: Callable[[LoadedModel], Head]
 ) -> None:
-    head = make(target)
-    monkeypatch.setattr(graph, "_projections", lambda layer: [layer.q_proj, layer.v_proj, layer.k_proj])
+    head, linear = make(target), graph.Builder.linear
+
+    def with_values_as_keys(builder: graph.Builder, x: str, layers: Sequence[nn.Module]) -> str:
+        q, *others = layers
+        return linear(builder, x, [q, *reversed(others)] if len(others) == 2 else layers)
+
+    monkeypatch.setattr(graph.Builder, "linear", with_values_as_keys)
     assert make_ort_forward(head, target) is None
 
 

@@ -122,9 +122,9 @@ class Assassin:
             self.struck = time.perf_counter()
 
     def wait(self, reply: FullReply) -> float:
-        """Returns the reader's longest wait after the kill in seconds; tokens sent before arrive at once."""
+        """Returns the reader's longest wait after the kill in seconds; tokens sent before arrive at once (0: all)."""
         times = [self.struck, *(arrival.at for arrival in reply.arrivals if arrival.at > self.struck)]
-        return max(after - before for before, after in pairwise(times))
+        return max((after - before for before, after in pairwise(times)), default=0.0)
 
 
 def kills(count: int, seed: int, screen: Screen) -> tuple[list[float], int]:

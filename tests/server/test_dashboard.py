@@ -25,8 +25,8 @@ def queries(panel: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def known(pair: RunningServer) -> dict[str, set[str]]:
-    """The labels of each series of a server that has answered a request."""
-    for mode in ("ar", "ssd"):
+    """The labels of each series of a server that has answered a request in each mode."""
+    for mode in ("ar", "sd", "ssd"):
         asked = {"prompt": "def fibonacci(n):", "max_tokens": 40, "speculation": {"mode": mode}}
         httpx.post(f"{pair.url}/v1/completions", json=asked, timeout=200).raise_for_status()
     families = text_string_to_metric_families(httpx.get(f"{pair.url}/metrics").text)
