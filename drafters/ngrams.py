@@ -12,8 +12,6 @@ from outrider.drafters.growth import Continuation
 from outrider.drafters.work_ahead import DraftTurn
 from outrider.protocol.messages import InProcess
 from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, Copy, CopyAcceptance, NgramIndex, NgramTable
-from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.trees import one_hot
 
 
 class NgramDrafter:
@@ -24,9 +22,9 @@ class NgramDrafter:
         self.weight_bytes = table.nbytes if table is not None else 0
         self.acceptance = CopyAcceptance()
 
-    def open_draft(self, sampling: SamplingParams) -> NgramDraft:
+    def open_draft(self) -> NgramDraft:
         """Returns the n-grams of a new request."""
-        return NgramDraft(self, sampling)
+        return NgramDraft(self)
 
     def continuations(self, drafts: Sequence[NgramDraft], depths: Sequence[int]) -> list[Continuation]:
         """Returns a copy for each request, of up to `depths` tokens."""
@@ -36,9 +34,8 @@ class NgramDrafter:
 class NgramDraft:
     """The n-grams of one request; its text is indexed a piece at a time."""
 
-    def __init__(self, drafter: NgramDrafter, sampling: SamplingParams) -> None:
+    def __init__(self, drafter: NgramDrafter) -> None:
         self._drafter, self._index = drafter, NgramIndex(table=drafter.table)
-        self._is_residual = sampling.is_residual
         self._length, self._last = 0, Copy()
         self._row_costs: Sequence[float] = ()
 
@@ -64,4 +61,4 @@ class NgramDraft:
         self._last = self._index.lookup(depth)
         length, _ = self._drafter.acceptance.best_length(self._last, self._row_costs)
         chain = self._last.chain[:length]
-        return Continuation(chain, one_hot(chain) if chain and self._is_residual else None)
+        return Continuation(chain)

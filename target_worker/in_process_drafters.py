@@ -177,7 +177,7 @@ class InProcessDrafters:
                 case InProcessModel():
                     sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, progress, constraint())
                 case NgramDrafter():
-                    sessions[name] = partial(proposer.open_draft, sampling)
+                    sessions[name] = proposer.open_draft
                 case ExitDrafter():
                     sessions[name] = partial(
                         ExitDraft, proposer, proposer.sampler(sampling, constraint()), slot.sequence

@@ -36,7 +36,7 @@ from outrider.protocol.errors import CannotDraft, ModelFault, OutriderError, wra
 from outrider.protocol.messages import InProcess
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
-from outrider.protocol.trees import TreeFeed, one_hot
+from outrider.protocol.trees import TreeFeed
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class HeadDraft:
         if self._min_prob < 1.0:
             self._proposed = ChainAlternatives.of(chain, tree.candidates(nodes, MAX_CHILDREN))
             return self._proposed.tree(self._drafter.calibration, self._min_prob)
-        return Continuation(chain, one_hot(chain) if self._sampler.params.is_residual else None)
+        return Continuation(chain)
 
     def close(self, discard: bool) -> None:
         """Ignores further features, and frees the text in the KV cache. Its pairs may serve later texts.

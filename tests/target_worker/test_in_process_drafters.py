@@ -126,24 +126,21 @@ def test_ngrams_of_a_table_change_no_token_and_save_rounds(target: LoadedModel, 
         assert any(drafted_chain(outcome) for rounds in found.values() for _, outcome in rounds)
 
 
-def test_residual_copy_comes_with_a_certain_q(target: LoadedModel) -> None:
-    """Verification by rejection sampling then keeps the target's distribution, as for any other certain proposal."""
-    draft = NgramDrafter().open_draft(SamplingParams(temp=1.0, seed=3, rule="residual"))
-    found = draft.set_text([1, 2, 3, 4, 1, 2], FREE_ROWS).continuation(2)
-    assert found.chain == (3, 4) and found.q is not None
-    assert found.q.ids.tolist() == [[3], [4]] and found.q.probs.tolist() == [[1.0], [1.0]]
+def test_copy_is_proposed_where_a_text_repeats() -> None:
+    draft = NgramDrafter().open_draft()
+    assert draft.set_text([1, 2, 3, 4, 1, 2], FREE_ROWS).continuation(2) == Continuation((3, 4))
     assert draft.set_text([1, 2, 3, 4, 1, 2, 9], FREE_ROWS).continuation(2) == Continuation()
 
 
 def test_text_that_is_set_twice_is_indexed_and_judged_once() -> None:
     drafter = NgramDrafter()
-    draft, text = drafter.open_draft(SamplingParams()), [1, 2, 3, 4, 1, 2]
+    draft, text = drafter.open_draft(), [1, 2, 3, 4, 1, 2]
     found = [draft.set_text(text, FREE_ROWS).continuation(2).chain for _ in range(2)]
     assert found == [(3, 4)] * 2 and drafter.acceptance.rate(2, 0) == PRIOR_COPIED
 
 
 def test_long_prompt_is_indexed_over_several_rounds() -> None:
-    draft = NgramDrafter().open_draft(SamplingParams())
+    draft = NgramDrafter().open_draft()
     text = [*range(4 * INDEX_PIECE_TOKENS), *range(800, 804)]
     found = [draft.set_text(text[: len(text) - 3 + n], FREE_ROWS).continuation(2).chain for n in range(4)]
     assert found[0] == () and found[-1] == (804, 805)
