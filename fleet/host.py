@@ -265,7 +265,7 @@ def check_port(port: int) -> None:
 
 def is_loopback(address: str) -> bool:
     """Returns whether HOST:PORT is reachable only from this host."""
-    return is_local(Tcp(address.rpartition(":")[0], 0))
+    return is_local(Tcp(address.rpartition(":")[0].strip("[]"), 0))
 
 
 def set_ray_environment(environment: Mapping[str, str]) -> None:

@@ -273,12 +273,8 @@ def test_a_port_in_use_is_refused() -> None:
 
 
 def test_loopback_addresses_are_recognised() -> None:
-    assert (
-        is_loopback("127.0.0.1:6379")
-        and is_loopback("localhost:6379")
-        and not is_loopback("10.0.0.1:6379")
-        and not is_loopback("studio:6379")
-    )
+    assert all(map(is_loopback, ("127.0.0.1:6379", "localhost:6379", "[::1]:6379")))
+    assert not any(map(is_loopback, ("10.0.0.1:6379", "studio:6379")))
 
 
 def test_table_columns_fit_their_content() -> None:
