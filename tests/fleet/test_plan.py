@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import pickle
+from dataclasses import fields
 
 import pytest
 
 from outrider.fleet.host import Resources, undetected_resources
 from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed, Scale, parse_plan, read_plan
+from outrider.orchestrator.cli import worker
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
@@ -168,3 +171,14 @@ def test_serve_run_finds_the_application() -> None:
     from outrider.fleet.deployment import app
 
     assert outrider.fleet.app is app
+
+
+@pytest.mark.fleet
+def test_a_drafter_on_another_host_gets_every_setting_that_concerns_it() -> None:
+    from outrider.fleet.engine import DRAFTER_SETTINGS
+
+    parser = argparse.ArgumentParser()
+    worker.add_flags(parser)
+    taken = {action.dest for action in parser._actions} & {field.name for field in fields(ServeSettings)}
+    others = {"head", "head_in", "ngram_table", "shards", "colocate", "prefill_backend"}  # of other workers
+    assert set(DRAFTER_SETTINGS) == taken - others - {"keys"}  # it has keys of its own
