@@ -147,7 +147,7 @@ step "serve, and a client" serve
 step "the README's script" python readme.py
 step "mypy --strict" check_types
 if [ -z "$quick" ]; then
-    step "bench" outrider bench --prompts 2 --max-tokens 16 --depths 3 --temps 0
+    step "bench" outrider bench --classes code --prompts 2 --max-tokens 16 --depths 3 --temps 0
     step "overlap" outrider overlap --rounds 10
     step "tune" outrider tune
 fi

@@ -29,6 +29,7 @@ from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core.policy.forecasts import Costs, RoundKind, ar_rate, mixed_rate
 from outrider.orchestrator.pairing.pairing import choose_pair
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings, check_setting
 from outrider.protocol import clock, values
 from outrider.protocol.errors import InvalidRequest
@@ -300,7 +301,8 @@ def run(options: argparse.Namespace) -> int:
         SamplingParams(max_tokens=length, temp=temp, seed=0, ignore_eos=True)
         for temp in parse_numbers("temps", options.temps, float)
     ]
-    classes = files.load_prompt_tokens(argparse.Namespace(classes=options.classes, suite=None), pair, ())
+    texts, codec = files.load_prompts(files.TINY_FOLDER, options.classes.split(",")), load_codec(pair.target)
+    classes = {kind: list(map(codec.encode, found)) for kind, found in texts.items()}
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(progress=screen.show, **{**given, "memory": False}))
         bench, client = stack.enter_context(workbench(settings, screen.show)), cluster.client()

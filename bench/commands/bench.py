@@ -1,15 +1,15 @@
 """Compares AR, SD, SSD and auto with other engines on the same weights and prompts, in interleaved runs.
 
-By default it prints a table for each class of prompts, at the settings that are best for the class. `--suite` runs chat
-prompts of all classes at settings that are chosen once, as for a real server, and then measures memory and latency.
+Prompts of all classes run at settings that are chosen once, as for a real server; then memory and latency are measured.
+`--concurrency` compares concurrent requests instead.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import structs
 
 from outrider.bench.commands import files
-from outrider.bench.commands.files import TINY_CLASSES, parse_modes, parse_numbers
+from outrider.bench.commands.files import parse_modes, parse_numbers
 from outrider.bench.commands.footprint import MEMORY_TEXT_TOKENS, Footprint, footprint_lines, measure_footprint
 from outrider.bench.comparison import report
 from outrider.bench.comparison.peers import (
@@ -30,15 +30,7 @@ from outrider.bench.comparison.peers import (
     llama_cpp,
     mlx_lm,
 )
-from outrider.bench.comparison.runners import (
-    BASELINE,
-    BOTH_CORES_SUFFIX,
-    MIN_TRIAL_PROMPTS,
-    TRIAL_PROMPTS,
-    RunnerFamilies,
-    main_table_runs,
-    second_table_runs,
-)
+from outrider.bench.comparison.runners import RunnerFamilies
 from outrider.bench.comparison.runs import SEED_STRIDE, BatchRunner, Run, mode_batch_runner, run_interleaved
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
@@ -57,12 +49,9 @@ COMMON = (
 UNUSED = (*flags.MULTI_REQUEST_SETTINGS, "colocate", "ngrams", "memory", "trace")
 """Bench itself runs SD colocated, and with and without n-grams; several clusters can't share a trace."""
 
-DEFAULT_PROMPTS, DEFAULT_SUITE_PROMPTS = 24, 6
-DEFAULT_DEPTHS, DEFAULT_SUITE_DEPTHS = "2,3,4", "1,2,3"
-SUITE_TRIAL_PROMPTS = 1
-
+DEFAULT_PROMPTS, DEFAULT_DEPTHS = 6, "1,2,3"
+DEFAULT_ROUNDS, DEFAULT_MODES = 5, "ar,sd,ssd,auto"
 MAX_CONCURRENCY = 256
-SINGLE_REQUEST_FLAGS = ("depths", "prompts", "both_cores")
 TRIAL_ROUNDS = 2
 # All engines read the same prompts, so no engine may cache them or load estimates of an earlier run.
 COMPARISON_SETTINGS = {"prompt_cache": False, "memory": False}
@@ -70,37 +59,26 @@ COMPARISON_SETTINGS = {"prompt_cache": False, "memory": False}
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench")
-    group.add_argument("--prompts", type=int, metavar="N", help="prompts per class (default: 24; with --suite 6)")
+    count = f"prompts per class (default: {DEFAULT_PROMPTS})"
+    group.add_argument("--prompts", type=int, metavar="N", help=count)
     files.add_flags(group)
     group.add_argument("--temps", default="0,0.8", metavar="T,T,...", help="temperatures (default: 0,0.8)")
-    depths = "values of K to try for SD, SSD and mlx-lm (default: 2,3,4; with --suite 1,2,3)"
+    depths = f"values of K to try for SD, SSD and mlx-lm (default: {DEFAULT_DEPTHS})"
     group.add_argument("--depths", metavar="K,K,...", help=depths)
     length = "tokens to generate in each run (default: 128)"
     group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help=length)
     peers = "engines to compare with: llama.cpp,mlx-lm, one of the two, or none (default: all that are installed)"
     group.add_argument("--peers", metavar="NAME,NAME", help=peers)
-    group.add_argument("--both-cores", action="store_true", help="add a table of AR, SD and mlx-lm with both cores")
     results = "folder for bench.json and bench.png (default: out)"
     group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help=results)
     concurrent = parser.add_argument_group("bench of concurrent requests")
     many = "numbers of concurrent requests, like 1,2,4,8,16 (default: one request at a time, at each K)"
     concurrent.add_argument("--concurrency", metavar="N,N,...", help=many)
-    concurrent.add_argument("--modes", metavar="M,M,...", help="modes to run (default: ar,sd,ssd,auto)")
-    concurrent.add_argument("--each", type=int, metavar="N", help="consecutive requests per client (default: 1)")
-    turns = "measured repetitions of each mode, after one to warm up (default: 5)"
+    concurrent.add_argument("--modes", metavar="M,M,...", help=f"modes to run (default: {DEFAULT_MODES})")
+    turns = f"measured repetitions of each mode, after one to warm up (default: {DEFAULT_ROUNDS})"
     concurrent.add_argument("--rounds", type=int, metavar="N", help=turns)
     flags.add_request_flags(parser, ("mode", "num_draft_tokens", "drafter"))
     flags.add_cluster_flags(parser, UNUSED)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptGroup:
-    """Prompts that are measured with the same settings, which are chosen on `trials`. `classes`: the class of each."""
-
-    name: str
-    prompts: list[files.Tokens]
-    classes: list[str]
-    trials: list[files.Tokens]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -110,108 +88,68 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest("bench does not support heads yet; use another draft_backend")
     values.check_int("max_tokens", options.max_tokens, 2, 1 << 20)
     temps = parse_numbers("temps", options.temps, float)
-    samplings = [SamplingParams(max_tokens=options.max_tokens, temp=temp, ignore_eos=True) for temp in temps]
+    samplings = [SamplingParams(max_tokens=options.max_tokens, temp=temp) for temp in temps]
     if options.concurrency is not None:
         return _run_concurrent(options, pair, samplings)
-    for name in ("modes", "rounds", "each"):
+    for name in ("modes", "rounds"):
         if getattr(options, name) is not None:
             raise InvalidRequest(f"{name} is only used with concurrency")
-    suite, settings, given = options.suite is not None, pair.settings, flags.settings_of(options)
+    settings, given = pair.settings, flags.settings_of(options)
     if settings.draft_backend == "none":
         raise InvalidRequest("bench compares drafters; draft_backend is none, expected another one")
-    if suite and options.both_cores:
-        raise InvalidRequest("both-cores can't be combined with suite")
-    usual = DEFAULT_SUITE_DEPTHS if suite else DEFAULT_DEPTHS
-    depths = [check_setting("num_draft_tokens", k) for k in parse_numbers("depths", options.depths or usual, int)]
+    numbers = parse_numbers("depths", options.depths or DEFAULT_DEPTHS, int)
+    depths = [check_setting("num_draft_tokens", k) for k in numbers]
     peers = choose_peers(options.peers, options.model, options.draft_model)
-    groups = _make_groups(options, pair)
+    by_class = files.load_prompt_tokens(options, pair)
+    count = _check_count(options.prompts, by_class)
+    prompts, classes = files.interleave([found[:count] for found in by_class.values()]), [*by_class] * count
+    trials = [found[-1] for found in by_class.values()]
     out, screen = ensure_writable(options.out, "choose another --out"), Screen()
     sections: list[report.Section] = []
     ratios: dict[str, list[report.Ratio]] = {}
     raw: dict[str, Any] = {}
     with ExitStack() as stack:
-        families = RunnerFamilies(stack, given, settings, depths, options.both_cores, peers, screen.show, suite)
-        for group, sampling in product(groups, (replace(s, ignore_eos=not suite) for s in samplings)):
-            best = families.best(group.trials, sampling, lambda message: screen.show(f"trial, {message}"))
-            runs = run_interleaved(best, group.prompts, sampling, screen.show)
-            found = _make_sections(options, group, sampling.temp, runs, settings.threads, families.weight_bytes)
-            at = f"T={sampling.temp:g}" if suite else f"{group.name} T={sampling.temp:g}"
-            raw[at] = {name: list(map(_run_to_dict, group.classes, of_name)) for name, of_name in runs.items()}
+        families = RunnerFamilies(stack, given, settings, depths, peers, screen.show)
+        for sampling in samplings:
+            best = families.best(trials, sampling, lambda message: screen.show(f"trial, {message}"))
+            runs = run_interleaved(best, prompts, sampling, screen.show)
+            found = report.make_sections(runs, classes, sampling.temp, settings.threads, families.weight_bytes)
+            at = f"T={sampling.temp:g}"
+            raw[at] = {name: list(map(_run_to_dict, classes, of_name)) for name, of_name in runs.items()}
+            ratios[at] = report.compare_families(runs, classes, settings.threads)
             sections += found
             screen.clear()
             for section in found:
                 print(report.format_section(section) + "\n", flush=True)
-            if suite:
-                ratios[at] = report.compare_families(runs, group.classes, settings.threads)
-                print(f"ratios, {at}\n\n{report.format_ratios(ratios[at])}\n", flush=True)
-    used = _measure_footprint(pair, groups, peers, given, screen) if suite else None
+            print(f"ratios, {at}\n\n{report.format_ratios(ratios[at])}\n", flush=True)
+    used = _measure_footprint(pair, prompts, peers, given, screen)
     for line in (*(footprint_lines(used) if used else ()), *peers.left_out):
         print(line)
-    title = f"outrider bench: K chosen per family, B = {settings.breadth}"
-    if suite:
-        title = f"outrider bench --suite: {options.max_tokens} tokens, B = {settings.breadth}"
+    title = f"outrider bench: {options.max_tokens} tokens, B = {settings.breadth}"
     results = {"sections": sections, "ratios": ratios, "footprint": used, "runs": raw}
-    name = "suite" if suite else "bench"
-    files.write_results(out, name, title, settings, results, lambda: report.draw(sections, title))
+    files.write_results(out, "bench", title, settings, results, lambda: report.draw(sections, title))
     return 0
 
 
-def _make_groups(options: argparse.Namespace, pair: ChosenPair) -> list[PromptGroup]:
-    """Returns the prompts to measure: a group for each class; with --suite one of all classes, as for a real server.
-
-    Raises:
-        InvalidRequest: a class is missing, or has too few prompts.
-    """
-    suite, found = options.suite is not None, files.load_prompt_tokens(options, pair, ("code",))
-    usual, kept = (DEFAULT_SUITE_PROMPTS, SUITE_TRIAL_PROMPTS) if suite else (DEFAULT_PROMPTS, MIN_TRIAL_PROMPTS)
-    count = usual if options.prompts is None else options.prompts
-    for kind, prompts in found.items():
-        most = len(prompts) - kept
-        if not 1 <= count <= most:
+def _check_count(given: int | None, by_class: Mapping[str, Sequence[files.Tokens]]) -> int:
+    """Returns how many prompts of each class to measure. Raises InvalidRequest if a class has too few."""
+    count = DEFAULT_PROMPTS if given is None else given
+    for kind, prompts in by_class.items():
+        if not 1 <= count < len(prompts):
             raise InvalidRequest(
-                f"prompts is {count}; expected 1 to {most}: the class {kind} has {len(prompts)}, and {kept} of"
+                f"prompts is {count}; expected 1 to {len(prompts) - 1}: the class {kind} has {len(prompts)}, and one of"
                 " them must be left to choose the settings"
             )
-    if suite:
-        in_turn = files.interleave([prompts[:count] for prompts in found.values()])
-        trials = [prompts[-1] for prompts in found.values()]
-        return [PromptGroup(report.ALL_CLASSES, in_turn, [*found] * count, trials)]
-    return [
-        PromptGroup(kind, prompts[:count], [kind] * count, prompts[count : count + TRIAL_PROMPTS])
-        for kind, prompts in found.items()
-    ]
-
-
-def _make_sections(
-    options: argparse.Namespace,
-    group: PromptGroup,
-    temp: float,
-    runs: dict[str, list[Run]],
-    threads: int,
-    weight_bytes: int,
-) -> list[report.Section]:
-    """Returns the tables of one group at one temperature."""
-    here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker"
-    suite = options.suite is not None
-    main = runs if suite else main_table_runs(runs)
-    found = [report.make_section(group.name, temp, here, main, BASELINE, weight_bytes)]
-    for kind in dict.fromkeys(group.classes) if suite else ():
-        found.append(report.make_section(kind, temp, here, report.filter_by_class(runs, group.classes, kind), BASELINE))
-    if options.both_cores:
-        there = f"{BOTH_CORES_SUFFIX[2:]}: {2 * threads} BLAS threads, not pinned; others as above"
-        found.append(
-            report.make_section(group.name, temp, there, second_table_runs(runs), BASELINE + BOTH_CORES_SUFFIX)
-        )
-    return found
+    return count
 
 
 def _measure_footprint(
-    pair: ChosenPair, groups: Sequence[PromptGroup], peers: ChosenPeers, given: dict[str, Any], screen: Screen
+    pair: ChosenPair, prompts: Sequence[files.Tokens], peers: ChosenPeers, given: dict[str, Any], screen: Screen
 ) -> Footprint | None:
     """Measures the footprint. Returns None if the model's context is shorter than `MEMORY_TEXT_TOKENS`."""
     if (pair.target.context_length or MEMORY_TEXT_TOKENS) < MEMORY_TEXT_TOKENS:
         return None
-    words = [token for group in groups for prompt in group.prompts for token in prompt]
+    words = [token for prompt in prompts for token in prompt]
     try:
         return measure_footprint(given, pair.settings, peers, words, screen.show)
     finally:
@@ -229,18 +167,17 @@ def _run_to_dict(kind: str, run: Run) -> dict[str, Any]:
 
 def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> int:
     """Compares concurrent requests with AR, SD, SSD, auto and other engines: `--concurrency`."""
-    for name in SINGLE_REQUEST_FLAGS:
-        if getattr(options, name) not in (None, False):
-            raise InvalidRequest(f"{name.replace('_', '-')} can't be combined with concurrency")
+    for name in ("depths", "prompts"):
+        if getattr(options, name) is not None:
+            raise InvalidRequest(f"{name} can't be combined with concurrency")
     widths = [
         values.check_int("concurrency", n, 1, MAX_CONCURRENCY)
         for n in parse_numbers("concurrency", options.concurrency, int)
     ]
-    modes = parse_modes("ar,sd,ssd,auto" if options.modes is None else options.modes)
-    count = values.check_int("rounds", 5 if options.rounds is None else options.rounds, 2, 1000)
-    each = values.check_int("each", 1 if options.each is None else options.each, 1, 100)
+    modes = parse_modes(DEFAULT_MODES if options.modes is None else options.modes)
+    count = values.check_int("rounds", DEFAULT_ROUNDS if options.rounds is None else options.rounds, 2, 1000)
     settings, peers = pair.settings, choose_peers(options.peers, options.model, options.draft_model)
-    prompts = files.interleave(list(files.load_prompt_tokens(options, pair, TINY_CLASSES).values()))
+    prompts = files.interleave(list(files.load_prompt_tokens(options, pair).values()))
     out, screen = ensure_writable(options.out, "choose another --out"), Screen()
     sections: list[report.ConcurrentSection] = []
     raw: dict[str, Any] = {}
@@ -249,9 +186,9 @@ def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Se
         client = stack.enter_context(LocalCluster(progress=screen.show, **started)).client()
         one_mlx_lm = stack.enter_context(mlx_lm(settings)) if peers.mlx_lm else None
         both_cores, slots = replace(settings, threads=2 * settings.threads), dict[int, PeerProcess]()
-        for sampling, width in product((replace(s, seed=0) for s in samplings), widths):
+        for sampling, width in product((replace(s, seed=0, ignore_eos=True) for s in samplings), widths):
             turns = cycle(prompts)
-            first, *rounds = [list(islice(turns, width * each)) for _ in range(count + 1)]
+            first, *rounds = [list(islice(turns, width)) for _ in range(count + 1)]
             runners: dict[str, BatchRunner] = {mode: mode_batch_runner(client, mode, width) for mode in modes}
             if peers.gguf is not None:  # a slot for each request, and the threads of our target and drafter together
                 if width not in slots:

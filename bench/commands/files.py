@@ -1,8 +1,8 @@
 """Inputs and outputs of a bench: prompts, comma-separated flags, and a JSON record with a picture.
 
-A class of prompts is a text file, with prompts separated by lines with one `%`. Prompts of the suite are questions to a
-chat model and pass its chat template. Prompts of the tiny pair, in `prompts/tiny/`, are texts to continue. All were
-written for this project, so no model was trained on them.
+A class of prompts is a text file, with prompts separated by lines with one `%`. Those in `prompts/` are questions to a
+chat model and pass its chat template; those in `prompts/tiny/` are texts for other models to continue. All were written
+for this project, so no model was trained on them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from outrider.bench import picture
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.pairing import ChosenPair
-from outrider.orchestrator.pairing.tokenizer import load_codec, load_text
+from outrider.orchestrator.pairing.tokenizer import load_text
 from outrider.orchestrator.settings import MODES, ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 SUITE_FOLDER = Path(__file__).parents[1] / "prompts"
 SUITE_CLASSES = ("chat", "code", "math", "summary", "extraction", "editing")
 TINY_FOLDER = SUITE_FOLDER / "tiny"
-TINY_CLASSES = ("code", "repeated", "prose", "json")
 
 REPORTED_LIBRARIES = ("mlx", "mlx-lm", "onnxruntime", "pyzmq", "numpy", "xllamacpp")
 
@@ -85,11 +84,11 @@ def describe_machine(settings: ServeSettings) -> dict[str, Any]:
 
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
-    kinds = "classes of prompts (default: code; with --suite or --concurrency: all)"
+    kinds = "classes of prompts (default: all)"
     group.add_argument("--classes", metavar="C,C,...", help=kinds)
     folder = (
-        "run chat prompts of all classes, and compare with llama.cpp on the same GGUF file; DIR: a folder of your own"
-        " prompts, one CLASS.txt per class, prompts separated by lines with one %% (default: Outrider's prompts)"
+        "a folder of your own prompts, one CLASS.txt per class, prompts separated by lines with one %% (default:"
+        " Outrider's chat prompts, or texts to continue for a model without a chat template)"
     )
     group.add_argument("--suite", nargs="?", type=Path, const=SUITE_FOLDER, metavar="DIR", help=folder)
 
@@ -118,20 +117,15 @@ def load_prompts(folder: Path = SUITE_FOLDER, kinds: Sequence[str] | None = None
     return prompts
 
 
-def load_prompt_tokens(options: argparse.Namespace, pair: ChosenPair, usual: Sequence[str]) -> dict[str, list[Tokens]]:
-    """Returns prompts as tokens, by class. Prompts of the suite pass the chat template. `usual`: the default classes.
+def load_prompt_tokens(options: argparse.Namespace, pair: ChosenPair) -> dict[str, list[Tokens]]:
+    """Returns prompts as tokens, by class, through the model's chat template if it has one.
 
     Raises:
         InvalidRequest: there are no such prompts.
     """
-    kinds = None if options.classes is None else options.classes.split(",")
-    if options.suite is not None:
-        text = load_text(pair.target)
-        found = load_prompts(options.suite, kinds)
-        return {kind: [text.tokens(prompt) for prompt in prompts] for kind, prompts in found.items()}
-    codec = load_codec(pair.target)
-    found = load_prompts(TINY_FOLDER, kinds or usual)
-    return {kind: list(map(codec.encode, prompts)) for kind, prompts in found.items()}
+    kinds, text = None if options.classes is None else options.classes.split(","), load_text(pair.target)
+    found = load_prompts(options.suite or (TINY_FOLDER if text.template is None else SUITE_FOLDER), kinds)
+    return {kind: list(map(text.tokens, prompts)) for kind, prompts in found.items()}
 
 
 def interleave(classes: Sequence[Sequence[Tokens]]) -> list[Tokens]:

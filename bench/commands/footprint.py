@@ -1,4 +1,4 @@
-"""The footprint of a server for `outrider bench --suite`, and of llama.cpp on the same file.
+"""The footprint of a server for `outrider bench`, and of llama.cpp on the same file.
 
 Memory of all processes (PSS, or RSS where the system has no PSS), time to first token of a long prompt, and start-up
 time.

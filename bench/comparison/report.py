@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 GIGA = 1e9
 # The minimum number of outcomes from which a share is computed.
 MIN_OUTCOMES = 5
-ALL_CLASSES = "all"
+ALL_CLASSES, BASELINE = "all", "ar"
 OUR_COLOUR = "#2a9d4e"
 OTHER_COLOUR = "#5c9fd4"
 PANEL_COLUMNS = 2
@@ -76,7 +76,7 @@ class RunnerRow:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One class of prompts at one temperature; ratios are to `baseline`. `repeated`: the share of repeated 4-grams.
+    """One class of prompts at one temperature; ratios are to AR. `repeated`: the share of repeated 4-grams.
 
     `conditions` describe cores and threads; the notes are lines under the table.
     """
@@ -85,31 +85,38 @@ class Section:
     temp: float
     conditions: str
     prompts: int
-    baseline: str
     repeated: float
     rows: tuple[RunnerRow, ...]
     notes: tuple[str, ...] = ()
 
 
-def make_section(
-    kind: str,
-    temp: float,
-    conditions: str,
-    runs: Mapping[str, list[Run]],
-    baseline: str,
-    weight_bytes: int | None = None,
+def make_sections(
+    runs: Mapping[str, list[Run]], classes: Sequence[str], temp: float, threads: int, weight_bytes: int
+) -> list[Section]:
+    """Summarizes the runs of all classes together and of each class. `classes`: the class of each prompt. The notes of
+    the first table tell what the target reads in one forward, `weight_bytes`, per second."""
+    found = []
+    for kind in (ALL_CLASSES, *dict.fromkeys(classes)):
+        of_kind = filter_by_class(runs, classes, kind)
+        found.append(_make_section(kind, temp, threads, of_kind, weight_bytes if kind == ALL_CLASSES else None))
+    return found
+
+
+def _make_section(
+    kind: str, temp: float, threads: int, runs: Mapping[str, list[Run]], weight_bytes: int | None
 ) -> Section:
-    """Summarizes runs, fastest first. `weight_bytes`: what the target reads in one forward; None: without notes."""
+    """Summarizes runs, fastest first. `weight_bytes` None: without notes."""
+    conditions = f"{threads} BLAS thread{'s' * (threads > 1)} per worker"
     rows, lines = [], list[str]()
     for name, of_name in runs.items():
         found = summarize([run.timings for run in of_name if run.timings is not None])
-        against = ratio([run.timed for run in of_name], [run.timed for run in runs[baseline]])
+        against = ratio([run.timed for run in of_name], [run.timed for run in runs[BASELINE]])
         median = statistics.median(run.timed.rate for run in of_name)
         rows.append(RunnerRow(name, median, against, found.acceptance, found.tokens_per_round, found.hit_rate))
         lines += describe_rounds(name, found, weight_bytes) if weight_bytes is not None and found.rounds else []
-    repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[baseline])
+    repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[BASELINE])
     ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
-    return Section(kind, temp, conditions, len(runs[baseline]), baseline, repeated, ordered, tuple(lines))
+    return Section(kind, temp, conditions, len(runs[BASELINE]), repeated, ordered, tuple(lines))
 
 
 def describe_rounds(name: str, found: Summary, weight_bytes: int) -> list[str]:
@@ -142,7 +149,7 @@ def format_section(found: Section) -> str:
     titles = [
         "",
         "tok/s (median)",
-        f"relative to {found.baseline} [95 %]",
+        f"relative to {BASELINE} [95 %]",
         "acceptance",
         "tokens per round",
         "hit rate",
@@ -261,7 +268,7 @@ def _draw_panel(axes: Axes, found: Section) -> None:
     axes.axvline(1.0, color="#555555", linewidth=0.8)
     conditions = textwrap.fill(found.conditions, TITLE_WIDTH)
     axes.set_title(f"{found.kind}, T = {found.temp:g}\n{conditions}", fontsize=9, loc="left")
-    axes.set_xlabel(f"relative to {found.baseline}", fontsize=8)
+    axes.set_xlabel(f"relative to {BASELINE}", fontsize=8)
     axes.tick_params(labelbottom=True)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -25,7 +25,6 @@ from outrider.bench.comparison.runs import (
     COLOCATED,
     ONE_PROCESS,
     PromptRunner,
-    Run,
     mode_runner,
     run_interleaved,
     total_rate,
@@ -37,20 +36,12 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.messages import WorkerStats
 from outrider.protocol.sampling import SamplingParams
 
-BASELINE = "ar"
-# Suffix of a runner that uses both cores.
-BOTH_CORES_SUFFIX = ", both cores"
-# Prompts of the trial, and the fewest for a class with few prompts.
-TRIAL_PROMPTS = 4
-MIN_TRIAL_PROMPTS = 2
-
 
 class RunnerFamilies:
     """All runners by family and name. `stack` ends their clusters and peers.
 
     `given` are the cluster's settings as keywords; `settings` the same with resolved folders (see `pairing`).
-    `one_process` adds `auto` with both models in one process on both cores. `weight_bytes`: what the target reads in
-    one forward.
+    `weight_bytes`: what the target reads in one forward.
 
     Raises:
         OutriderError: a cluster or a peer can't be started.
@@ -64,27 +55,19 @@ class RunnerFamilies:
         given: dict[str, Any],
         settings: ServeSettings,
         depths: Sequence[int],
-        both_cores: bool,
         peers: ChosenPeers,
         progress: Callable[[str], None],
-        one_process: bool = False,
     ) -> None:
         self.families: list[dict[str, PromptRunner]] = []
         self._stack, self._settings, self._depths, self._progress = stack, settings, depths, progress
-        self._add_modes("", given)
+        self._add_modes(given)
         if peers.mlx_lm:
-            self._add_mlx_lm("", settings)
+            self._add_mlx_lm()
         if peers.gguf is not None:
             self._add_llama_cpp(peers.gguf, peers.draft)
-        # SSD uses one core per worker, so two; here the other runners get two as well.
-        threads = 2 * settings.threads
-        if one_process and settings.can_colocate:
-            client = self._start_cluster({**given, "colocate": True, "threads": threads})
+        if settings.can_colocate:  # SSD uses one core per worker, so two
+            client = self._start_cluster({**given, "colocate": True, "threads": 2 * settings.threads})
             self.families.append({ONE_PROCESS: mode_runner(client, "auto")})
-        if both_cores:
-            self._add_modes(BOTH_CORES_SUFFIX, {**given, "threads": threads}, plain=True)
-            if peers.mlx_lm:
-                self._add_mlx_lm(BOTH_CORES_SUFFIX, replace(settings, threads=threads))
 
     def best(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, progress: Callable[[str], None]
@@ -96,8 +79,8 @@ class RunnerFamilies:
         rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
         return {name: runners[name] for name in (max(family, key=rates.__getitem__) for family in self.families)}
 
-    def _add_modes(self, suffix: str, given: dict[str, Any], plain: bool = False) -> None:
-        """Adds AR, SD with every draft source and, unless `plain`, SSD and auto.
+    def _add_modes(self, given: dict[str, Any]) -> None:
+        """Adds AR, SD with every draft source, SSD and auto.
 
         Without a draft model, n-grams are the only source, and SSD is omitted.
         """
@@ -106,17 +89,15 @@ class RunnerFamilies:
         client = ngrams = self._start_cluster(given)
         clients = {"n-gram": client}
         self.weight_bytes = _target_stats(client).weight_bytes
-        self.families.append({BASELINE + suffix: mode_runner(client, "ar")})
+        self.families.append({"ar": mode_runner(client, "ar")})
         if drafts:
             ngrams = self._start_cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True})
             model = self._start_cluster({**given, "ngrams": False})
-            self.families.append({f"sd model K={k}{suffix}": mode_runner(model, "sd", k) for k in depths})
+            self.families.append({f"sd model K={k}": mode_runner(model, "sd", k) for k in depths})
             clients = {"n-gram": ngrams, "both": client}
         self.families.append(
-            {f"sd {name} K={k}{suffix}": mode_runner(one, "sd", k) for k in depths for name, one in clients.items()}
+            {f"sd {name} K={k}": mode_runner(one, "sd", k) for k in depths for name, one in clients.items()}
         )
-        if plain:
-            return
         self._pin(ngrams)
         if self._settings.can_colocate:
             together = self._start_cluster({**given, "colocate": True})
@@ -126,13 +107,11 @@ class RunnerFamilies:
             self.families.append({f"ssd K={k}": mode_runner(client, "ssd", k) for k in depths})
         self.families.append({"auto": mode_runner(client, "auto")})
 
-    def _add_mlx_lm(self, suffix: str, settings: ServeSettings) -> None:
-        process = self._stack.enter_context(mlx_lm(settings))
-        self.families.append({f"{MLX_LM}{suffix}": partial(process.run, num_draft_tokens=0)})
-        if settings.draft_model is not None:
-            self.families.append(
-                {f"{MLX_LM} sd K={n}{suffix}": partial(process.run, num_draft_tokens=n) for n in self._depths}
-            )
+    def _add_mlx_lm(self) -> None:
+        process = self._stack.enter_context(mlx_lm(self._settings))
+        self.families.append({MLX_LM: partial(process.run, num_draft_tokens=0)})
+        if self._settings.draft_model is not None:
+            self.families.append({f"{MLX_LM} sd K={n}": partial(process.run, num_draft_tokens=n) for n in self._depths})
 
     def _add_llama_cpp(self, gguf: Path, draft: Path | None) -> None:
         """Adds llama.cpp with our target's threads, and with twice as many without and with its own speculation."""
@@ -168,16 +147,3 @@ def pin_process(pid: int, core: int | None) -> None:
 def llama_cpp_name(threads: int, speculation: str = "") -> str:
     suffix = f" {speculation}" if speculation else ""
     return f"{LLAMA_CPP}{suffix}, {threads} thread{'s' * (threads > 1)}"
-
-
-def main_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
-    return {name: found for name, found in runs.items() if not name.endswith(BOTH_CORES_SUFFIX)}
-
-
-def second_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
-    """Returns the runs with both cores, including those of SSD and auto, which always use both."""
-    return {
-        name: found
-        for name, found in runs.items()
-        if name.endswith(BOTH_CORES_SUFFIX) or name.startswith(("ssd", "auto"))
-    }

@@ -42,8 +42,8 @@ def exit_code_and_error(captured: Captured, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--prompts", "0"], "prompts is 0; expected 1 to 24: the class code has 26"),
-        (["--prompts", "999"], "prompts is 999; expected 1 to 24: the class code has 26"),
+        (["--prompts", "0"], "prompts is 0; expected 1 to 25: the class code has 26"),
+        (["--prompts", "999"], "prompts is 999; expected 1 to 25: the class code has 26"),
         (["--classes", "poems"], "unknown prompts 'poems'; expected one of code, json, prose, repeated"),
         (["--classes", ""], "unknown prompts ''"),
         (["--depths", "0"], "num_draft_tokens is 0; expected a whole number from 1 to 32"),
@@ -53,7 +53,6 @@ def exit_code_and_error(captured: Captured, *arguments: str) -> tuple[int, str]:
         (["--suite", "--prompts", "20"], "prompts is 20; expected 1 to 19: the class chat has 20"),
         (["--suite", "--classes", "poems"], "expected one of chat, code, math, summary, extraction, editing"),
         (["--suite", "nowhere"], "nowhere has no prompts; expected files like chat.txt"),
-        (["--suite", "--both-cores"], "both-cores can't be combined with suite"),
         (["--max-tokens", "1"], "max_tokens is 1; expected a whole number from 2"),
         (["--draft-backend", "none"], "bench compares drafters; draft_backend is none, expected another one"),
     ],

@@ -104,7 +104,6 @@ def forbid_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["--concurrency", "4", "--rounds", "1"], "rounds is 1; expected a whole number from 2"),
         (["--concurrency", "4", "--classes", "poems"], "unknown prompts 'poems'"),
         (["--concurrency", "4", "--depths", "2"], "depths can't be combined with concurrency"),
-        (["--concurrency", "4", "--both-cores"], "both-cores can't be combined with concurrency"),
         (["--rounds", "4"], "rounds is only used with concurrency"),
     ],
 )

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.commands.files import SUITE_CLASSES, TINY_CLASSES, TINY_FOLDER, load_prompts
+from outrider.bench.commands.files import SUITE_CLASSES, TINY_FOLDER, load_prompts
 from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest
-from tests.harness.default_model import mixed
+from tests.harness.default_model import TINY_CLASSES, mixed
 
 
 @pytest.mark.parametrize("kind", TINY_CLASSES)

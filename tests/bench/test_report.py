@@ -8,12 +8,11 @@ import pytest
 
 from outrider.bench import picture
 from outrider.bench.comparison import report
-from outrider.bench.comparison.runners import BOTH_CORES_SUFFIX, main_table_runs, second_table_runs
 from outrider.bench.comparison.runs import Run, Timed
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Timings
 
-NAMES = ("ar", "sd model K=3", "ssd K=3", "auto", "mlx-lm", "ar, both cores", "mlx-lm sd K=3, both cores")
+NAMES = ("ar", "sd model K=3", "ssd K=3", "auto", "mlx-lm")
 RUNS = {name: [Run(tuple(range(65)), Timed(64, 1.0 / (1 + at)))] * 3 for at, name in enumerate(NAMES)}
 RUNS["ar"] = [
     Run(run.tokens, run.timed, Timings(predicted_n=65, rounds=65, predicted_ms=640.0, verify_ms=600.0))
@@ -21,37 +20,30 @@ RUNS["ar"] = [
 ]
 
 
-def made(kind: str = "code") -> report.Section:
-    return report.make_section(kind, 0.8, "1 BLAS thread per worker", main_table_runs(RUNS), "ar", 10**6)
+def made() -> list[report.Section]:
+    return report.make_sections(RUNS, ["code", "json", "code"], 0.8, 1, 10**6)
 
 
 def test_a_table_has_rates_ratios_and_notes_about_our_runners() -> None:
-    table = report.format_section(made())
-    assert "code, T = 0.8: 3 prompts, 0% of 4-grams repeated; 1 BLAS thread per worker" in table
+    first, *_ = made()
+    table = report.format_section(first)
+    assert "all, T = 0.8: 3 prompts, 0% of 4-grams repeated; 1 BLAS thread per worker" in table
     row = next(line for line in table.splitlines() if line.startswith("| ssd"))
     assert [cell.strip() for cell in row.split("|")][2:4] == ["192.0", "3.00 [3.00, 3.00]"]
-    (note,) = made().notes
+    (note,) = first.notes
     assert note.startswith("- a round of ar: 10.00 ms = ") and table.endswith(f"\n\n{note}")
 
 
-def test_a_second_table_has_no_notes() -> None:
-    second = report.make_section("code", 0.0, "both cores", second_table_runs(RUNS), "ar, both cores")
-    assert second.notes == ()
-    assert len({line.count("|") for line in report.format_section(second).splitlines() if "|" in line}) == 1
-
-
-def test_each_runner_is_in_the_table_for_its_cores() -> None:
-    assert [row.name for row in made().rows] == ["mlx-lm", "auto", "ssd K=3", "sd model K=3", "ar"]
-    assert set(second_table_runs(RUNS)) == {
-        "ssd K=3",
-        "auto",
-        *(name for name in NAMES if name.endswith(BOTH_CORES_SUFFIX)),
-    }
+def test_each_class_has_a_table_of_its_prompts_without_notes() -> None:
+    for section, kind, count in zip(made()[1:], ("code", "json"), (2, 1), strict=True):
+        assert (section.kind, section.prompts, section.notes) == (kind, count, ())
+        assert [row.name for row in section.rows] == ["mlx-lm", "auto", "ssd K=3", "sd model K=3", "ar"]
+        assert len({line.count("|") for line in report.format_section(section).splitlines() if "|" in line}) == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_picture_is_drawn_for_any_number_of_tables(tmp_path: Path, count: int) -> None:
-    figure = report.draw([made()] * count, "test")
+    figure = report.draw(made()[:1] * count, "test")
     assert sum(axes.get_visible() for axes in figure.axes) == count
     picture.save(figure, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -59,9 +51,9 @@ def test_picture_is_drawn_for_any_number_of_tables(tmp_path: Path, count: int) -
 
 def test_unwritable_picture_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be written"):
-        picture.save(report.draw([made()], "test"), tmp_path / "missing" / "bench.png")
+        picture.save(report.draw(made(), "test"), tmp_path / "missing" / "bench.png")
 
 
 def test_kind_of_picture_that_matplotlib_does_not_write_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"can't be written to .*bench\.doc: .*not supported"):
-        picture.save(report.draw([made()], "test"), tmp_path / "bench.doc")
+        picture.save(report.draw(made(), "test"), tmp_path / "bench.doc")

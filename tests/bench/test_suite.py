@@ -23,6 +23,7 @@ from outrider.bench.comparison.peers import DRAFT_SPECULATIONS, SPECULATIONS, Ch
 from outrider.bench.comparison.runners import llama_cpp_name
 from outrider.bench.comparison.runs import Run, Timed
 from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.version import install_command
@@ -108,13 +109,13 @@ def test_only_modes_the_pair_supports_are_compared(
     given = {"model": "target", "draft_backend": backend, **drafts}
     with ExitStack() as stack:
         found = runners_module.RunnerFamilies(
-            stack, given, ServeSettings(**given), [2], False, ChosenPeers(), lambda said: None
+            stack, given, ServeSettings(**given), [2], ChosenPeers(), lambda said: None
         )
         names = [name for family in found.families for name in family]
     assert [name for name in names if "both" not in name and "colocated" not in name] == modes
 
 
-def test_a_suites_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
+def test_prompts_go_through_the_chat_template_or_are_texts_to_continue(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for file in Path(find_model(str(TINY_TARGET)).folder).glob("*.json"):
@@ -122,11 +123,14 @@ def test_a_suites_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("Q: {{ messages[0].content }} A:")
     (tmp_path / "chat.txt").write_text("Why?\n%\nHow?\n")
     pair: Any = SimpleNamespace(target=find_model(str(folder), weights=False))
-    found = files.load_prompt_tokens(Namespace(classes=None, suite=tmp_path), pair, ())
-    codec = files.load_codec(pair.target)
+    found = files.load_prompt_tokens(Namespace(classes=None, suite=tmp_path), pair)
+    codec = load_codec(pair.target)
     assert found == {"chat": [codec.encode(text, special=False) for text in ("Q: Why? A:", "Q: How? A:")]}
-    assert files.load_prompt_tokens(Namespace(classes="json", suite=None), pair, ())["json"]
-    assert len(files.load_prompt_tokens(Namespace(classes="math", suite=SUITE_FOLDER), pair, ())["math"]) == 20
+    assert len(files.load_prompt_tokens(Namespace(classes="math", suite=None), pair)["math"]) == 20
+    (folder / "chat_template.jinja").unlink()
+    plain = files.load_prompt_tokens(Namespace(classes="json", suite=None), pair)["json"]
+    assert plain == list(map(codec.encode, files.load_prompts(files.TINY_FOLDER)["json"]))
+    assert len(files.load_prompt_tokens(Namespace(classes="math", suite=SUITE_FOLDER), pair)["math"]) == 20
     assert files.interleave([[(1,), (2,)], [(3,)]]) == [(1,), (3,), (2,)]
 
 

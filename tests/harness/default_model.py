@@ -8,10 +8,12 @@ from functools import cache
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from outrider.bench.commands.files import TINY_CLASSES, TINY_FOLDER, load_prompts
+from outrider.bench.commands.files import TINY_FOLDER, load_prompts
 from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import InvalidRequest
+
+TINY_CLASSES = ("code", "repeated", "prose", "json")
 
 
 @dataclass(frozen=True, slots=True)
