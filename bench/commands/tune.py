@@ -157,7 +157,8 @@ def _measure_arms(options: argparse.Namespace, pair: ChosenPair, screen: Screen)
         found = measure_arms(cluster.client(), arms, texts, sampling, lambda step: screen.show(f"tune: {step}"))
         ran, waited = (now - before for now, before in zip(_target_cpu_times(), (ran, waited), strict=True))
     if len(found.best_arms()) == 1:
-        raise WorkerError("no head drafts anything for this target; `outrider doctor` shows the reason")
+        why = "; ".join(cluster.notes) or "none of its chains has a token"
+        raise WorkerError(f"no head drafts anything for this target: {why}")
     wanted = settings.threads * (settings.shards + settings.drafters)
     return found, waited / max(ran + waited, 1) if len(system.USABLE_CORES) >= wanted else 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
+from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import DraftWork, RoundRecord, Span, Timings
 from outrider.protocol.sampling import SamplingParams
 
@@ -231,6 +233,21 @@ def test_each_heads_best_depth_and_costs_are_found() -> None:
     assert found.best_arms()[0].rate == pytest.approx(1000 * 3 / 14)
     assert (found.known("eagle3").step_ms, found.known("eagle3").acceptance) == (2.0, (1.0, 1.0, 0.0))
     assert found.known("mtp").acceptance == (0.0,)
+
+
+@pytest.mark.parametrize(
+    ("notes", "why"),
+    [(("drafter mtp is not used: it is too wide",), "drafter mtp is not used: it is too wide"), ((), "none of its")],
+)
+def test_tune_says_why_no_head_drafts(
+    notes: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = SimpleNamespace(notes=notes, client=lambda: None)
+    monkeypatch.setattr(tune, "LocalCluster", lambda **_: nullcontext(cluster))
+    silent = measured(Machine(right={}), list_arms(False, ("mtp",)))
+    monkeypatch.setattr(tune, "measure_arms", lambda *_: silent)
+    assert main(["tune", "--draft-backend", "mtp"]) == WorkerError.exit_code
+    assert f"no head drafts anything for this target: {why}" in capsys.readouterr().err
 
 
 def test_auto_is_recommended_when_a_head_beats_the_draft_worker() -> None:
