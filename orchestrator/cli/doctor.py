@@ -18,7 +18,6 @@ from outrider.orchestrator.pairing.model_files import (
     DEFAULT_MODEL,
     MODEL_VARIABLE,
     TINY,
-    find_head_kind,
     find_model,
     is_on_disk,
     tiny_pair,
@@ -27,7 +26,6 @@ from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.digest import cache_folder
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.heads import HEAD_KINDS, TARGET_HEADS
 
 REPORT_MODULE = "outrider.drafters.coreml.doctor"
 GIBIBYTE = 2**30
@@ -36,9 +34,6 @@ GIBIBYTE = 2**30
 def add_flags(parser: argparse.ArgumentParser) -> None:
     drafting = "the draft model to time (default: the default model's; in a clone without that model, the tiny one)"
     parser.add_argument("--draft-model", metavar="ID|PATH", help=drafting)
-    parser.add_argument("--model", metavar="ID|PATH", help="the target of the heads (default: the tiny one of a clone)")
-    head = "show the kind of this head, and whether it fits the target; repeatable (default: none)"
-    parser.add_argument("--head", action="append", default=[], metavar="ID|PATH", help=head)
     trial = "convert the draft model and try Core ML, which can take minutes"
     parser.add_argument("--probe", action="store_true", help=trial)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -49,7 +44,6 @@ def run(options: argparse.Namespace) -> int:
     """Prints the report of `REPORT_MODULE`, which is run as a separate process because it imports MLX."""
     flags.set_up_logging(options)
     require_mlx()
-    heads = {head: _find_kind(head, options.model or tiny_pair()[0]) for head in options.head}
     screen = Screen()
     screen.show("looking at this machine")
     draft = _find_default_draft() if options.draft_model is None else find_model(options.draft_model).folder
@@ -59,8 +53,7 @@ def run(options: argparse.Namespace) -> int:
     screen.clear()
     if done.returncode != 0:
         raise WorkerError(f"this machine can't be examined: {REPORT_MODULE} ended with code {done.returncode}")
-    report = {**json.loads(done.stdout), "heads": heads}
-    print(json.dumps(report) if options.json else _format_report(report))
+    print(done.stdout.strip() if options.json else _format_report(json.loads(done.stdout)))
     return 0
 
 
@@ -86,22 +79,7 @@ def _format_report(report: dict[str, Any]) -> str:
     ]
     lines = [f"{name:12} {value}" for name, value in rows]
     lines += ["", f"drafting with {report['model']}: milliseconds for 1 token, and for 8 tokens at once"]
-    lines += [_format_placement(place) for place in report["placements"]]
-    lines += [_describe_head(head, kind) for head, kind in report["heads"].items()]
-    return "\n".join(lines)
-
-
-def _find_kind(head: str, target: str) -> str | None:
-    """Returns a head's kind, by its config.json alone: only a target that loads the head tests how well it drafts.
-    None: it is unknown."""
-    model = find_model(target, weights=False)
-    return head if head in TARGET_HEADS else find_head_kind(find_model(head, weights=False).folder, model.folder)
-
-
-def _describe_head(head: str, kind: str | None) -> str:
-    if head in TARGET_HEADS:
-        return f"head {head}: in the target model, if it has one; the server checks it when it loads the target"
-    return f"head {head}: {kind or 'of an unknown kind; expected one of ' + ', '.join(HEAD_KINDS)}"
+    return "\n".join([*lines, *map(_format_placement, report["placements"])])
 
 
 def _describe_learned() -> str:
