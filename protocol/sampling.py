@@ -26,13 +26,6 @@ MIN_TEMPERATURE = 1e-3
 MIN_TOP_P = 2.0**-126  # no token passes a smaller one, because it may be 0 in float32
 MAX_LOGPROBS = 20
 SAMPLING_RULES = ("coupled", "residual")
-PRESETS: Mapping[str, Mapping[str, float]] = {
-    "greedy": {"temp": 0.0},
-    "balanced": {"temp": 0.7, "top_p": 0.95},
-    "creative": {"temp": 1.0, "min_p": 0.05},
-}
-"""Named settings: no variety, some variety, much variety."""
-
 MAX_LOGIT_BIAS = 1e6
 
 
@@ -261,21 +254,6 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """True when a token's choice depends on earlier tokens in ways other than through the model."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-    @classmethod
-    def greedy(cls, **changes: Unpack[SamplingFields]) -> SamplingParams:
-        """Returns parameters that always choose the likeliest token."""
-        return cls(**PRESETS["greedy"]).changed(**changes)  # type: ignore[arg-type]
-
-    @classmethod
-    def balanced(cls, **changes: Unpack[SamplingFields]) -> SamplingParams:
-        """Returns parameters for some variety."""
-        return cls(**PRESETS["balanced"]).changed(**changes)  # type: ignore[arg-type]
-
-    @classmethod
-    def creative(cls, **changes: Unpack[SamplingFields]) -> SamplingParams:
-        """Returns parameters for much variety, with min-p against unlikely tokens."""
-        return cls(**PRESETS["creative"]).changed(**changes)  # type: ignore[arg-type]
 
 
 def _resolve_aliases(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -247,8 +247,7 @@ class Chat:
         given = flags.given_sampling(options)
         SamplingParams(**given)  # a value out of range is reported before the model is looked for
         self._text = load_model_text(options)
-        defaults = {} if options.preset is not None else self._text.sampling
-        self._sampling = SamplingParams(**{**defaults, **given})
+        self._sampling = SamplingParams(**{**self._text.sampling, **given})
         self._screen = Screen()
         self._own_server = options.connect is None
         self._interactive = sys.stdin.isatty()

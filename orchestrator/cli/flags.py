@@ -22,7 +22,7 @@ from outrider.orchestrator.settings import LOG_LEVELS, ServeSettings
 from outrider.protocol import version
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.process import configure_logging
-from outrider.protocol.sampling import PRESETS, SAMPLING_RULES, Grammar, SamplingParams
+from outrider.protocol.sampling import SAMPLING_RULES, Grammar, SamplingParams
 
 _SETTINGS = {field.name: field for record in (ServeSettings, HttpSettings) for field in dataclasses.fields(record)}
 _DEFAULTS = ServeSettings()
@@ -90,8 +90,6 @@ def add_sampling_flags(
     add, own = _make_adder(parser, "sampling", without), "the model's, or " if recommended else ""
     add("--max-tokens", "-m", "-n", type=int, metavar="N", help="generate at most N tokens")
     add("--min-tokens", type=int, metavar="N", help="generate at least N tokens before the model may end the text")
-    presets = "; ".join(map(_format_preset, PRESETS))
-    add("--preset", choices=PRESETS, help=f"named settings: {presets} (default: none)")
     add("--temp", "--temperature", type=float, metavar="T", help=f"temperature (default: {own}0, the likeliest token)")
     top = f"sample from the likeliest tokens whose probabilities add up to P (default: {own}1, all)"
     add("--top-p", type=float, metavar="P", help=top)
@@ -154,8 +152,8 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the given sampling settings as keywords of SamplingParams; a flag overrides the preset."""
-    given = {**PRESETS.get(options.preset, {}), **_given_fields(options, SamplingParams)}
+    """Returns the given sampling settings as keywords of SamplingParams."""
+    given = _given_fields(options, SamplingParams)
     if "logit_bias" in given:
         given["logit_bias"] = _parse_logit_bias(given["logit_bias"])
     grammar = _parse_grammar(options)
@@ -183,10 +181,6 @@ def _parse_grammar(options: argparse.Namespace) -> Grammar | None:
     if options.json_schema.lstrip().startswith("{"):
         return Grammar.json_schema(options.json_schema.strip())
     return Grammar.json_schema(read_text_file(Path(options.json_schema), "a file with a JSON Schema, or the schema"))
-
-
-def _format_preset(name: str) -> str:
-    return f"{name}: " + " ".join(f"{field.replace('_', '-')} {value:g}" for field, value in PRESETS[name].items())
 
 
 def _parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:

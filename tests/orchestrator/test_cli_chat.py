@@ -107,9 +107,9 @@ def test_each_turn_sends_the_whole_conversation(served, talk, templated):
 
 @pytest.mark.parametrize(
     ("flags", "temp", "top_p"),
-    [((), 0.6, 0.9), (("--temp", "0"), 0.0, 0.9), (("--preset", "balanced"), 0.7, 0.95), (("--top-p", "1"), 0.6, 1.0)],
+    [((), 0.6, 0.9), (("--temp", "0"), 0.0, 0.9), (("--top-p", "1"), 0.6, 1.0)],
 )
-def test_sampling_is_the_models_own_unless_flags_or_a_preset_say_otherwise(
+def test_sampling_is_the_models_own_unless_flags_say_otherwise(
     served, talk, templated, monkeypatch, flags, temp, top_p
 ):
     own = {"temp": 0.6, "top_p": 0.9}
@@ -594,19 +594,3 @@ def test_generate_continues_a_conversation_and_verify_accepts_it(served, templat
     assert main(["verify", "--json-file", str(output)]) == 0 and seen == [expected]
     assert main(["generate", "--chat", str(file), *flags]) == InvalidRequest.exit_code
     assert "ends with an answer" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (("--preset", "balanced"), (0.7, 0.95, 0.0)),
-        (("--preset", "creative"), (1.0, 1.0, 0.05)),
-        (("--temp", "0.2", "--preset", "creative"), (0.2, 1.0, 0.05)),
-        (("--preset", "greedy"), (0.0, 1.0, 0.0)),
-    ],
-)
-def test_preset_sets_sampling_and_flags_override_it(served, flags, expected):
-    served.core.play = says(served.codec, "x")
-    assert main(["generate", "-p", "x", "--connect", served.endpoint, *flags]) == 0
-    sampling = served.core.told[0].sampling
-    assert (sampling.temp, sampling.top_p, sampling.min_p) == expected

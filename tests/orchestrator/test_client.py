@@ -451,7 +451,7 @@ def _called_wrongly():
     yield lambda: asyncio.run(aclient.generate("x", sead=3)), "AsyncClient.generate", "seed"
     yield lambda: Resumed([client]).generate("x", brunches=3), "Resumed.generate", "branches"
     yield lambda: SamplingParams(temprature=1), "SamplingParams", "temperature"
-    yield lambda: SamplingParams.balanced(top_q=1), "SamplingParams", "top_p"
+    yield lambda: SamplingParams().changed(top_q=1), "SamplingParams", "top_p"
     yield lambda: Client("ipc:///tmp/x", timout=3), "Client", "timeout"
     yield lambda: AsyncClient("ipc:///tmp/x", timout=3), "AsyncClient", "timeout"
     yield lambda: LocalCluster(modell="x"), "LocalCluster", "model"

@@ -1,4 +1,4 @@
-"""The accepted values of sampling parameters, their normalised form, and presets."""
+"""The accepted values of sampling parameters, and their normalised form."""
 
 from __future__ import annotations
 
@@ -14,19 +14,6 @@ from outrider.protocol.sampling import Grammar, SamplingParams
 def test_top_p_of_zero_is_greedy() -> None:
     assert SamplingParams(temp=0.8, top_p=0).temp == 0.0
     assert SamplingParams(temp=0.8, top_p=1e-6).temp == 0.8
-
-
-def test_presets_have_increasing_temperatures() -> None:
-    temps = [preset().temp for preset in (SamplingParams.greedy, SamplingParams.balanced, SamplingParams.creative)]
-    assert temps[0] == 0.0 and temps == sorted(set(temps))
-
-
-@pytest.mark.parametrize("preset", [SamplingParams.greedy, SamplingParams.balanced, SamplingParams.creative])
-def test_presets_accept_and_validate_overrides(preset) -> None:
-    assert preset(max_tokens=7, seed=3).max_tokens == 7
-    assert preset(temp=0.3).temp == 0.3
-    with pytest.raises(InvalidRequest, match="top_p is 2"):
-        preset(top_p=2)
 
 
 PLAIN = SamplingParams(
