@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,10 +74,14 @@ def test_unwritable_folder_raises_invalid_request(tmp_path: Path) -> None:
         tuning.save(RECORD, tmp_path / "file" / "tuning.json")
 
 
-def test_each_pair_and_thread_count_has_its_own_path() -> None:
-    first = ServeSettings(model="a", draft_model="b")
-    others = [ServeSettings(model="a", draft_model="c"), ServeSettings(model="a", draft_model="b", threads=2)]
-    assert len({tuning.tuning_path(settings) for settings in [first, *others]}) == 3
+def test_what_decides_the_costs_has_its_own_path() -> None:
+    given: dict[str, Any] = {"model": "a", "draft_model": "b"}
+    changes: list[dict[str, Any]] = [
+        {}, {"draft_model": "c"}, {"threads": 2}, {"cpu_kernels": "mlx"}, {"draft_device": "cpu"},
+    ]  # fmt: skip
+    settings = [ServeSettings(**{**given, **changed}) for changed in changes]
+    for path_of in (tuning.tuning_path, tuning.memory_path):
+        assert len(set(map(path_of, settings))) == len(changes)
 
 
 def test_other_implementations_of_workers_have_their_own_path(monkeypatch: pytest.MonkeyPatch) -> None:

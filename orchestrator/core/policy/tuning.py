@@ -1,8 +1,8 @@
 """Files with the measurements of a pair on this machine, from which `auto` starts in the next run.
 
-Each pair has two files in the cache folder, named by models, backend and threads: the results of `outrider tune`, and
-those of a server's own rounds (`PolicyStore`). Each holds one record for each temperature class (greedy, sampled). A
-file is written whole or not at all; an unreadable one is ignored.
+Each pair has two files in the cache folder, named by what decides its costs, such as models and threads: the results of
+`outrider tune`, and those of a server's own rounds (`PolicyStore`). Each holds one record for each temperature class
+(greedy, sampled). A file is written whole or not at all; an unreadable one is ignored.
 
 `PolicyStore` is read when a server starts, and written while no request runs and at the end. It never raises if the
 file can't be read or written.
@@ -130,6 +130,7 @@ def _pair_key(settings: ServeSettings) -> list[object]:
     ]
     key += [f"{settings.shards} ranks"] if settings.shards > 1 else []
     key += [settings.head_in] if settings.head_in != "target" else []
+    key += [choice for choice in (settings.cpu_kernels, settings.draft_device) if choice != "auto"]
     modules = os.environ.get(WORKER_MODULES_VARIABLE)
     return key if modules is None else [*key, modules]
 
