@@ -35,7 +35,6 @@ from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.events import ModelVocabulary
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import SpawnedProcess
-from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.digest import digests_match
 from outrider.protocol.keys import DRAFTER, PREFILL
@@ -260,7 +259,6 @@ class Worker:
             restarts=self.restarts.done,
             invalid_messages=dict(sorted(self.invalid.items())),
             round_trip_ms=self.clock.round_trip_ns / MILLISECOND_NS,
-            clock_ahead_ms=0.0 if self.spawned else self.clock.ahead_ns(clock.now()) / MILLISECOND_NS,
             fingerprint=clip("-".join(filter(None, (hello.files, hello.number_format)))),
         )
 

@@ -238,7 +238,6 @@ class WorkerStats(Record, frozen=True):
 
     `kv` is the memory cost of a text, `cache` the use of the prompt cache, `restarts` the number of restarts.
     `invalid_messages` counts invalid messages by kind. `round_trip_ms` is the time from a ping to its answer.
-    `clock_ahead_ms` is how far the clock of the worker's machine is ahead of the orchestrator's; 0: not known.
     `fingerprint` identifies a target's weights and number format.
     """
 
@@ -258,7 +257,6 @@ class WorkerStats(Record, frozen=True):
     restarts: Count = 0
     invalid_messages: Counts = field(default_factory=dict)
     round_trip_ms: Real = 0.0
-    clock_ahead_ms: Real = 0.0
     fingerprint: Name = ""
 
 
