@@ -18,7 +18,7 @@ from outrider.protocol import process, values
 from outrider.protocol.endpoints import is_local, parse_endpoint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import HEAD_KINDS, TARGET_HEADS, WORKER_HEADS
-from outrider.protocol.worker_link import CPU_KERNEL_CHOICES, WORKER_MODULES_VARIABLE
+from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 
 MODES = ("auto", "ar", "sd", "ssd")
 DRAFT_BACKENDS = ("mlx", "coreml", *HEAD_KINDS, "auto", "ngram", "none")
@@ -139,7 +139,7 @@ class ServeSettings:
     )
     threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products, at most one per core")
     cpu_kernels: str = _enum(
-        "auto", CPU_KERNEL_CHOICES, WORKERS,
+        "auto", ("auto", "mlx"), WORKERS,
         help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support",
     )  # fmt: skip
     pin_cores: bool = switch(True, WORKERS, help="on two cores, do not pin target and drafter to one each")

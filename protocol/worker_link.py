@@ -74,9 +74,8 @@ MAX_SILENT_WAITS, MAX_OVERDUE_PINGS = 50, 40
 log = logging.getLogger(__name__)
 
 CPU_KERNELS_VARIABLE = "OUTRIDER_CPU_KERNELS"
-"""The environment variable that sets what computes a worker's forwards on a CPU, one of `CPU_KERNEL_CHOICES`."""
+"""The environment variable that passes the setting `cpu_kernels` to a worker: what computes its forwards on a CPU."""
 
-CPU_KERNEL_CHOICES = ("auto", "mlx")
 WORKER_MODULES_VARIABLE = "OUTRIDER_WORKER_MODULES"
 """The environment variable that replaces a worker's implementation: a JSON object from its role (target, draft,
 prefill) to a list of a module and its first arguments; the worker's usual arguments follow them."""

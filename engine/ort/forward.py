@@ -41,8 +41,8 @@ from outrider.engine.ort.layers import (
 )
 from outrider.engine.ort.sessions import CachedGraph, Sessions, arena_shrink_options, kernel_name, rounds_per_token
 from outrider.protocol.digest import replace_file
-from outrider.protocol.errors import InvalidRequest, ModelError, first_line, wrap_model_errors
-from outrider.protocol.worker_link import CPU_KERNEL_CHOICES, CPU_KERNELS_VARIABLE
+from outrider.protocol.errors import ModelError, first_line, wrap_model_errors
+from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 
 if TYPE_CHECKING:
     from outrider.engine.ort.graph import Graph
@@ -380,15 +380,8 @@ def _split_into_runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Se
 
 
 def is_enabled() -> bool:
-    """Returns whether ONNX Runtime may compute here: its device is a CPU, and `CPU_KERNELS_VARIABLE` allows it.
-
-    Raises:
-        InvalidRequest: `CPU_KERNELS_VARIABLE` is none of `CPU_KERNEL_CHOICES`.
-    """
-    chosen = os.environ.get(CPU_KERNELS_VARIABLE) or "auto"
-    if chosen not in CPU_KERNEL_CHOICES:
-        raise InvalidRequest(f"{CPU_KERNELS_VARIABLE} is {chosen!r}; expected {' or '.join(CPU_KERNEL_CHOICES)}")
-    return chosen != "mlx" and mx.default_device().type == mx.cpu
+    """Returns whether ONNX Runtime may compute here: its device is a CPU, and `CPU_KERNELS_VARIABLE` is not mlx."""
+    return os.environ.get(CPU_KERNELS_VARIABLE) != "mlx" and mx.default_device().type == mx.cpu
 
 
 def open_forward(model: nn.Module, model_type: str, folder: Path) -> OrtForward | None:
@@ -399,7 +392,6 @@ def open_forward(model: nn.Module, model_type: str, folder: Path) -> OrtForward 
         folder: the model's files, by which its graph is kept on disk.
 
     Raises:
-        InvalidRequest: `CPU_KERNELS_VARIABLE` is none of `CPU_KERNEL_CHOICES`.
         ModelError: memory ran out. MLX needs more of it, and where OpenBLAS gets none it asks again without end.
     """
     if not is_enabled():
