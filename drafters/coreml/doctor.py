@@ -9,7 +9,6 @@ of the draft Core ML reads faster than MLX; drafters use the kept result.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import json
 import logging
@@ -17,7 +16,6 @@ import operator
 import os
 import platform
 import sys
-import timeit
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -46,8 +44,6 @@ _OWN_CORES_NOTE = "on cores of its own, next to the target's GPU: --draft-device
 _COREML_NOTE = "next to the target's GPU: --draft-backend coreml"
 _SHARED_CPU_NOTE = "shares the CPU with the target"
 _LIBRARIES = ("mlx", "mlx-lm", "coremltools", "numpy")
-_MATRIX_SIZE = 384
-_BLAS_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +111,6 @@ def _trial_placement(row: TrialResult) -> Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Blas:
-    """The library that multiplies matrices on the CPU, and its speed in float32, one call at a time."""
-
-    library: str
-    gflops: float
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Machine:
     """`wired_budget_bytes`: the memory that Metal recommends for all processes together, 0 without Metal."""
 
@@ -137,11 +124,10 @@ class Machine:
     libraries: dict[str, str]
     mlx_device: str
     wired_budget_bytes: int
-    blas: Blas
 
 
 def inspect_machine() -> Machine:
-    """Inspects this machine, in about a second."""
+    """Inspects this machine."""
     metal = mx.metal.is_available()
     return Machine(
         chip=str(mx.device_info(mx.Device(mx.cpu))["device_name"]),
@@ -154,29 +140,7 @@ def inspect_machine() -> Machine:
         libraries={name: _version(name) for name in _LIBRARIES},
         mlx_device="gpu" if metal else mx.default_device().type.name,
         wired_budget_bytes=int(mx.device_info(mx.gpu)["max_recommended_working_set_size"]) if metal else 0,
-        blas=_measure_blas(),
     )
-
-
-def _measure_blas() -> Blas:
-    """Returns the BLAS that MLX calls on the CPU."""
-    if sys.platform == "darwin":
-        library, note = "Accelerate", ""
-    elif _has_openblas():
-        library, note = "OpenBLAS", f"preloaded from {os.environ.get('LD_PRELOAD', 'an unknown file')}"
-    else:
-        library = "reference"
-        note = "MLX uses the reference BLAS, with which M tokens cost M times as much as one; preload OpenBLAS"
-    with mx.stream(mx.cpu):
-        a = mx.random.normal((_MATRIX_SIZE, _MATRIX_SIZE))
-        mx.eval(a @ a)
-        best = min(timeit.repeat(lambda: mx.eval(a @ a), number=1, repeat=_BLAS_ROUNDS))
-    return Blas(library, round(2e-9 * _MATRIX_SIZE**3 / best, 1), note)
-
-
-def _has_openblas() -> bool:
-    """Returns whether an OpenBLAS was preloaded: its symbols then come before those of MLX's own BLAS."""
-    return hasattr(ctypes.CDLL(None), "openblas_get_config")
 
 
 def _version(name: str) -> str:

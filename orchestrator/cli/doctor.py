@@ -65,8 +65,7 @@ def _find_default_draft() -> Path:
 
 
 def _format_report(report: dict[str, Any]) -> str:
-    machine, blas = report["machine"], report["machine"]["blas"]
-    note = f" ({blas['note']})" if blas.get("note") else ""
+    machine = report["machine"]
     wired = f"{machine['wired_budget_bytes'] / GIBIBYTE:.0f} GiB" if machine["wired_budget_bytes"] else "none"
     rows = [
         ("chip", f"{machine['chip']}, {machine['cores']} cores, {machine['architecture']}"),
@@ -74,12 +73,19 @@ def _format_report(report: dict[str, Any]) -> str:
         ("system", f"{machine['system']} {machine['build']}, Python {machine['python']}"),
         ("libraries", ", ".join(f"{name} {number}" for name, number in machine["libraries"].items())),
         ("MLX runs on", machine["mlx_device"]),
-        ("BLAS", f"{blas['library']}, {blas['gflops']:.0f} GFLOP/s{note}"),
+        ("BLAS", _describe_blas()),
         ("mode auto", _describe_learned()),
     ]
     lines = [f"{name:12} {value}" for name, value in rows]
     lines += ["", f"drafting with {report['model']}: milliseconds for 1 token, and for 8 tokens at once"]
     return "\n".join([*lines, *map(_format_placement, report["placements"])])
+
+
+def _describe_blas() -> str:
+    """Describes the BLAS of models that MLX computes on the CPU."""
+    if not system.needs_openblas():
+        return "Accelerate"
+    return system.find_openblas() or "MLX's own, which is slow (docs/install.md)"
 
 
 def _describe_learned() -> str:
