@@ -36,6 +36,8 @@ NO_SSD_COLOCATED = (
     "mode ssd needs a drafter that works while the target verifies; with colocate, or heads alone, both take turns in"
     " one process; expected mode sd, ar or auto, or a drafter in a process of its own"
 )
+DRAFT_WORKER_SETTINGS = ("draft_model", "draft_backend", "drafters", "draft_prefill", "head_in")
+"""What to leave out for a cluster like another one, but without its draft workers."""
 SPECULATION, MODELS, DRAFTING, WORKERS = "speculation", "models", "drafting", "workers"
 MEMORY, LOGS, ENDPOINTS = "requests and memory", "keys, logs and traces", "endpoints"
 

@@ -46,7 +46,7 @@ COMMON = (
     "--prompts", "--classes", "--temps", "--depths", "--max-tokens", "--suite", "--peers", "--out", "--concurrency",
     "--rounds", "--model", "--draft-model", "--branches",
 )  # fmt: skip
-UNUSED = (*flags.MULTI_REQUEST_SETTINGS, "colocate", "ngrams", "memory", "trace")
+UNUSED = (*flags.MULTI_REQUEST_SETTINGS, "colocate", "head_in", "ngrams", "memory", "trace")
 """Bench itself runs SD colocated, and with and without n-grams; several clusters can't share a trace."""
 
 DEFAULT_PROMPTS, DEFAULT_DEPTHS = 6, "1,2,3"

@@ -27,7 +27,7 @@ from outrider.orchestrator.machine.spawn import worker_module
 from outrider.orchestrator.pairing.model_files import ModelFiles, in_process_drafters
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
-from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.settings import DRAFT_WORKER_SETTINGS, ServeSettings
 from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.heads import unique_names
@@ -56,8 +56,8 @@ COMMON = (
     "--log-level",
 )  # fmt: skip
 UNUSED = (
-    *flags.MULTI_REQUEST_SETTINGS, "colocate", "head_in", "ngrams", "trees", "branch_depth", "prompt_cache", "memory",
-    "trace",
+    *flags.MULTI_REQUEST_SETTINGS, "colocate", "head_in", "ngrams", "ngram_table", "trees", "branch_depth",
+    "prompt_cache", "memory", "trace",
 )  # fmt: skip
 """Tune measures draft workers and heads on single requests without n-grams."""
 
@@ -72,7 +72,8 @@ def measure_prefill(settings: dict[str, Any], target: ModelFiles, show: Callable
     """
     context, vocab_size = target.context_length or DEFAULT_CONTEXT_LENGTH, target.vocab_size or DEFAULT_VOCAB_SIZE
     lengths = tuple(length for length in PREFILL_LENGTHS if length < context) or (context - 1,)
-    alone = {**settings, "prompt_cache": False, "draft_backend": "none", "draft_model": None, "mode": "ar"}
+    without_drafter = {name: value for name, value in settings.items() if name not in DRAFT_WORKER_SETTINGS}
+    alone = {**without_drafter, "prompt_cache": False, "draft_backend": "none", "mode": "ar"}
     first = SamplingParams(max_tokens=1, ignore_eos=True)
 
     def median_ms(client: Client, length: int) -> float:

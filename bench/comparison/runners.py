@@ -32,7 +32,7 @@ from outrider.bench.comparison.runs import (
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.settings import DRAFT_WORKER_SETTINGS, ServeSettings
 from outrider.protocol.messages import WorkerStats
 from outrider.protocol.sampling import SamplingParams
 
@@ -85,14 +85,14 @@ class RunnerFamilies:
         Without a draft model, n-grams are the only source, and SSD is omitted.
         """
         depths, drafts = self._depths, self._settings.draft_backend != "ngram"
-        without_drafter = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend")}
+        without_drafter = {k: v for k, v in given.items() if k not in DRAFT_WORKER_SETTINGS}
         client = ngrams = self._start_cluster(given)
         clients = {"n-gram": client}
         self.weight_bytes = _target_stats(client).weight_bytes
         self.families.append({"ar": mode_runner(client, "ar")})
         if drafts:
             ngrams = self._start_cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True})
-            model = self._start_cluster({**given, "ngrams": False})
+            model = self._start_cluster({**given, "ngrams": False, "ngram_table": None})
             self.families.append({f"sd model K={k}": mode_runner(model, "sd", k) for k in depths})
             clients = {"n-gram": ngrams, "both": client}
         self.families.append(

@@ -115,6 +115,21 @@ def test_only_modes_the_pair_supports_are_compared(
     assert [name for name in names if "both" not in name and "colocated" not in name] == modes
 
 
+@pytest.mark.parametrize("more", [{"drafters": 2}, {"draft_prefill": "coreml"}, {"ngram_table": "table"}])
+def test_settings_of_the_drafter_are_left_out_where_it_is_left_out(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They exclude a cluster that drafts with n-grams alone, or without them."""
+    monkeypatch.setattr(runners_module, "LocalCluster", SettingsOnlyCluster)
+    monkeypatch.setattr(runners_module, "pin_process", lambda pid, core: None)
+    given = {"model": "target", "draft_model": "draft", **more}
+    with ExitStack() as stack:
+        found = runners_module.RunnerFamilies(
+            stack, given, ServeSettings(**given), [2], ChosenPeers(), lambda said: None
+        )
+    assert {"sd model K=2", "sd n-gram K=2", "ssd K=2"} <= {name for family in found.families for name in family}
+
+
 def test_prompts_go_through_the_chat_template_or_are_texts_to_continue(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

@@ -235,6 +235,26 @@ def test_each_heads_best_depth_and_costs_are_found() -> None:
     assert found.known("mtp").acceptance == (0.0,)
 
 
+@pytest.mark.parametrize("more", [{}, {"drafters": 2}, {"draft_prefill": "coreml"}])
+def test_prefill_is_measured_without_the_drafters_settings(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def cluster(progress: Any, **settings: Any) -> Any:
+        started.append(ServeSettings(**settings))
+        timings = Timings(prompt_ms=100.0 / (1 + started[-1].prefill_workers))
+        return nullcontext(
+            SimpleNamespace(client=lambda: SimpleNamespace(generate=lambda *_: SimpleNamespace(timings=timings)))
+        )
+
+    monkeypatch.setattr(tune, "LocalCluster", cluster)
+    target: Any = SimpleNamespace(context_length=100, vocab_size=8)
+    given = {"model": "m", "draft_model": "d", "prefill_workers": 1, **more}
+    least, sentence = tune.measure_prefill(given, target, lambda _: None)
+    assert [settings.prefill_workers for settings in started] == [0, 1] and least == 64 and "at least 64" in sentence
+
+
 @pytest.mark.parametrize(
     ("notes", "why"),
     [(("drafter mtp is not used: it is too wide",), "drafter mtp is not used: it is too wide"), ((), "none of its")],
