@@ -248,11 +248,16 @@ class ServeSettings:
         """Whether there is no draft model: none is given, and none comes with the target."""
         return self.model is not None and self.model not in MODELS_WITH_DRAFT and self.draft_model is None
 
+    @property
+    def _instead_of_workers(self) -> str:
+        """The setting that keeps draft workers from starting, if one does. A head sets `colocate` itself."""
+        is_given = self.colocate and not self.drafts_with_head
+        return "colocate" if is_given else f"draft_backend {self.draft_backend}"
+
     def _find_conflicts(self) -> Iterator[str]:
         """Yields a sentence for each pair of settings that exclude each other."""
         if self.drafters > 1 and not self.has_draft_worker:
-            why = "colocate drafts" if self.colocate else f"draft_backend {self.draft_backend} works"
-            yield f"drafters is {self.drafters}, and {why} in the target's process; expected 1, or a draft model"
+            yield f"drafters is {self.drafters}, but {self._instead_of_workers} starts no draft workers; expected 1"
         yield from self._find_head_conflicts()
         if self.colocate:
             yield from self._find_colocate_conflicts()
@@ -300,7 +305,8 @@ class ServeSettings:
             )
         for name, value in (("draft_device", self.draft_device), ("draft_prefill", self.draft_prefill)):
             if value not in ("auto", "mlx"):
-                yield f"{name} {value} is for draft workers, which colocate does not start; leave out one of them"
+                cause = self._instead_of_workers
+                yield f"{name} {value} is for draft workers, but {cause} starts none; leave out one of them"
         if self.lacks_draft_model and self.draft_backend not in TARGET_HEADS:
             yield "colocate needs draft_model with model, or neither of them"
 
