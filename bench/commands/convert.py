@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
     wanted = Options(Mode(options.mode), options.weights, options.context)
     from outrider.drafters.coreml.converter import convert  # deferred: imports MLX and coremltools
 
-    screen = Screen(live=not options.quiet)
+    screen = Screen()
 
     def show(stage: str, done: int, total: int) -> None:
         screen.show(f"{stage}: {done} of {total}")
@@ -50,4 +50,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, metavar="N", help=positions)
     twin = "also write an mlx-lm checkpoint with the same numbers (default: none)"
     parser.add_argument("--mlx-out", type=Path, metavar="PATH", help=twin)
-    parser.add_argument("--quiet", action="store_true", help="show no progress")

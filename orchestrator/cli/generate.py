@@ -176,7 +176,7 @@ def add_conversation_flags(parser: argparse.ArgumentParser) -> None:
 def add_connect_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     there = "use a running server, or several (A,B): if one is lost, the next continues (default: start a cluster)"
-    group.add_argument("--connect", "--endpoint", metavar="ENDPOINT", help=there)
+    group.add_argument("--connect", metavar="ENDPOINT", help=there)
     add_server_key_flag(group.add_argument)
 
 

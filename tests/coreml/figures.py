@@ -63,7 +63,7 @@ def _tests() -> int:
 
 
 def _convert(model: Path, out: Path, weights: str) -> None:
-    line = [sys.executable, "-m", "outrider", "convert", "--quiet", "--weights", weights]
+    line = [sys.executable, "-m", "outrider", "convert", "--weights", weights]
     started = time.monotonic()
     process = subprocess.Popen([*line, "--model", str(model), "--out", str(out)], cwd=ROOT, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
