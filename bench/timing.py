@@ -71,13 +71,19 @@ class ParallelRound(NamedTuple):
 
 @contextmanager
 def workbench(settings: ServeSettings, progress: Callable[[str], None]) -> Iterator[Workbench]:
-    """Starts the workers of these settings, which must name folders (see `pairing`)."""
+    """Starts the workers of these settings, which must name folders (see `pairing`).
+
+    Raises:
+        WorkerError: the draft model can't draft, or the target can't verify chains.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with PrivateDirectory() as directory, closing(WorkerPool(context, settings, directory.path)) as pool:
         bench = Workbench(pool, progress)
         pool.start()
         while not is_serving(pool.stats()):
             bench.listen()
+        if settings.has_draft_worker and not (pool.drafters() and pool.target_abilities.chains):
+            raise WorkerError(f"nothing can be drafted: {'; '.join(pool.notes())}")
         yield bench
 
 

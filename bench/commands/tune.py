@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 
 from outrider.bench.comparison.arms import PLAIN_ARM, ArmCosts, MeasuredArm, list_arms, measure_arms
-from outrider.bench.comparison.runs import mode_runner, run_interleaved, total_rate
+from outrider.bench.comparison.runs import mode_runner, run_interleaved, target_stats, total_rate
 from outrider.bench.timing import Latency
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
@@ -23,7 +23,6 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.machine.spawn import worker_module
 from outrider.orchestrator.pairing.model_files import ModelFiles, in_process_drafters
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
@@ -145,30 +144,29 @@ def _measure_arms(options: argparse.Namespace, pair: ChosenPair, screen: Screen)
     """Returns the measured arms, and the share of time that the target waited for a CPU: 0 if the cores can't suffice.
 
     Raises:
-        WorkerError: there are only heads, and none drafts anything.
+        WorkerError: nothing was drafted.
     """
     settings = pair.settings
     heads = unique_names(kind for kind, _ in in_process_drafters(settings))
     sampling = SamplingParams(temp=options.temp, seed=7, ignore_eos=True)
     chosen = {**flags.settings_of(options), "ngrams": False, "memory": False}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
-        ran, waited = _target_cpu_times()
+        target = target_stats(cluster.client()).pid
+        ran, waited = _cpu_times(target)
         arms = list_arms(settings.has_draft_worker, heads)
         texts = list(map(load_codec(pair.target).encode, PROMPTS))
         found = measure_arms(cluster.client(), arms, texts, sampling, lambda step: screen.show(f"tune: {step}"))
-        ran, waited = (now - before for now, before in zip(_target_cpu_times(), (ran, waited), strict=True))
+        ran, waited = (now - before for now, before in zip(_cpu_times(target), (ran, waited), strict=True))
     if len(found.best_arms()) == 1:
-        why = "; ".join(cluster.notes) or "none of its chains has a token"
-        raise WorkerError(f"no head drafts anything for this target: {why}")
+        raise WorkerError(f"nothing was drafted: {'; '.join(cluster.notes) or 'all chains were empty'}")
     wanted = settings.threads * (settings.shards + settings.drafters)
     return found, waited / max(ran + waited, 1) if len(system.USABLE_CORES) >= wanted else 0.0
 
 
-def _target_cpu_times() -> tuple[int, int]:
-    """Returns the nanoseconds that the target's threads ran and waited for a CPU; 0 on systems that do not count
-    them."""
-    children = psutil.Process().children(recursive=True)
-    pids = [child.pid for child in children if worker_module("target")[0] in child.cmdline()]
+def _cpu_times(target: int) -> tuple[int, int]:
+    """Returns the nanoseconds that the threads of the process `target` and of its ranks ran and waited for a CPU; 0 on
+    systems that do not count them."""
+    pids = [target, *(rank.pid for rank in psutil.Process(target).children(recursive=True))]
     tasks = [path.read_text().split() for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     return sum(int(ran) for ran, _, _ in tasks), sum(int(waited) for _, waited, _ in tasks)
 
@@ -179,7 +177,7 @@ def _describe_costs(settings: ServeSettings, found: ArmCosts) -> list[str]:
         f"one token of plain decoding  {found.step_ms:.2f} ms",
         f"verify of M tokens, alone    {one:.2f} ms times  {_format_points(found.verify_ms, one)}",
     ]
-    if settings.has_draft_worker:
+    if found.of("sd"):
         chains = f"{_format_points(found.chain_ms)} ms by length, including the link"
         lines += [
             f"chain after a verify         {chains}; link {found.link_ms:.2f} ms",

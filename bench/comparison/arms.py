@@ -184,14 +184,16 @@ class ArmCosts:
         return statistics.median(hits or [DEFAULT_TURNAROUND_MS]) if found else 0.0
 
     def of(self, mode: str, drafter: str = "") -> list[MeasuredArm]:
-        """Returns the arms of a mode, those of most texts first, the fastest of these first."""
+        """Returns the arms of a mode, those of most texts first, the fastest of these first; none if nothing was
+        drafted for them."""
         found = [one for arm, one in self.arms.items() if (arm.mode, arm.drafter) == (mode, drafter)]
-        return sorted(found, key=lambda one: (-one.texts, -one.rate))
+        drafts = mode == PLAIN_ARM.mode or any(sum(one.summary.drafted) for one in found)
+        return sorted(found, key=lambda one: (-one.texts, -one.rate)) if drafts else []
 
     def best_arms(self) -> list[MeasuredArm]:
-        """Returns each mode and head at its best K and B, the fastest first; heads that draft nothing are omitted."""
+        """Returns each mode and head that drafts at its best K and B, the fastest first."""
         kinds = dict.fromkeys((arm.mode, arm.drafter) for arm in self.arms)
-        best_arms = [self.of(*kind)[0] for kind in kinds if not kind[1] or self._deepest_arm(kind[1]).acceptance]
+        best_arms = [best for kind in kinds for best in self.of(*kind)[:1]]
         return sorted(best_arms, key=lambda best: -best.rate)
 
     def slowdown(self, found: MeasuredArm) -> float:

@@ -27,13 +27,13 @@ from outrider.bench.comparison.runs import (
     PromptRunner,
     mode_runner,
     run_interleaved,
+    target_stats,
     total_rate,
 )
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import DRAFT_WORKER_SETTINGS, ServeSettings
-from outrider.protocol.messages import WorkerStats
 from outrider.protocol.sampling import SamplingParams
 
 
@@ -88,7 +88,7 @@ class RunnerFamilies:
         without_drafter = {k: v for k, v in given.items() if k not in DRAFT_WORKER_SETTINGS}
         client = ngrams = self._start_cluster(given)
         clients = {"n-gram": client}
-        self.weight_bytes = _target_stats(client).weight_bytes
+        self.weight_bytes = target_stats(client).weight_bytes
         self.families.append({"ar": mode_runner(client, "ar")})
         if drafts:
             ngrams = self._start_cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True})
@@ -130,11 +130,7 @@ class RunnerFamilies:
 
     def _pin(self, client: Client) -> None:
         """Pins a target without a drafter, which its cluster does not pin, to the core that all other targets use."""
-        pin_process(_target_stats(client).pid, system.core_of("target", self._settings))
-
-
-def _target_stats(client: Client) -> WorkerStats:
-    return next(worker for worker in client.stats().workers if worker.role == "target")
+        pin_process(target_stats(client).pid, system.core_of("target", self._settings))
 
 
 def pin_process(pid: int, core: int | None) -> None:

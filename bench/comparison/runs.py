@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from outrider.orchestrator.client.client import Client
-from outrider.protocol.messages import Timings
+from outrider.protocol.messages import Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import add_rows
 
@@ -186,6 +186,10 @@ def mode_runner(client: Client, mode: str, depth: int | None = None, branches: i
         return Run(result.token_ids, Timed(len(result.token_ids) - 1, times.predicted_ms / 1000), times)
 
     return run
+
+
+def target_stats(client: Client) -> WorkerStats:
+    return next(worker for worker in client.stats().workers if worker.role == "target")
 
 
 def run_interleaved(

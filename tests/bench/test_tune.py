@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -256,18 +257,35 @@ def test_prefill_is_measured_without_the_drafters_settings(
 
 
 @pytest.mark.parametrize(
-    ("notes", "why"),
-    [(("drafter mtp is not used: it is too wide",), "drafter mtp is not used: it is too wide"), ((), "none of its")],
+    ("backend", "notes", "why"),
+    [
+        ("mtp", ("drafter mtp is not used: it is too wide",), "drafter mtp is not used: it is too wide"),
+        ("mtp", (), "all chains were empty"),
+        ("mlx", ("no draft model: it can't draft",), "no draft model: it can't draft"),
+    ],
 )
-def test_tune_says_why_no_head_drafts(
-    notes: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_tune_says_why_nothing_was_drafted(
+    backend: str,
+    notes: tuple[str, ...],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cluster = SimpleNamespace(notes=notes, client=lambda: None)
+    target = SimpleNamespace(role="target", pid=os.getpid())
+    client = SimpleNamespace(stats=lambda: SimpleNamespace(workers=[target]))
+    cluster = SimpleNamespace(notes=notes, client=lambda: client)
     monkeypatch.setattr(tune, "LocalCluster", lambda **_: nullcontext(cluster))
-    silent = measured(Machine(right={}), list_arms(False, ("mtp",)))
+    silent = measured(Machine(right={}), list_arms(backend == "mlx", ("mtp",) if backend == "mtp" else ()))
     monkeypatch.setattr(tune, "measure_arms", lambda *_: silent)
-    assert main(["tune", "--draft-backend", "mtp"]) == WorkerError.exit_code
-    assert f"no head drafts anything for this target: {why}" in capsys.readouterr().err
+    assert main(["tune", "--draft-backend", backend]) == WorkerError.exit_code
+    assert f"nothing was drafted: {why}" in capsys.readouterr().err
+
+
+def test_a_head_is_measured_though_the_draft_worker_drafts_nothing() -> None:
+    found = measured(Machine(right={"eagle3": 2}), list_arms(True, ("eagle3",)))
+    assert [(best.arm.mode, best.arm.drafter) for best in found.best_arms()] == [("sd", "eagle3"), ("ar", "")]
+    assert verdict(found) == "recommended: --mode sd --num-draft-tokens 2"
+    assert [one.drafter for one in found.record(0.0).choices] == ["eagle3", ""]
 
 
 def test_auto_is_recommended_when_a_head_beats_the_draft_worker() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import zmq
 
+from outrider.bench import timing
 from outrider.bench.timing import WARM_UP_ROUNDS, Workbench
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import WorkerLoss
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Fault, Message, Outcome
 from outrider.protocol.sampling import SamplingParams
@@ -47,6 +50,16 @@ def test_rounds_verify_the_text_itself_and_the_warm_up_does_not_count(monkeypatc
     assert opened == [(text[:3], {"target": False, "drafter": True}), ()]
     assert WARM_UP_ROUNDS == 2 and [(at.number, at.base_len) for at in found] == [(3, 10), (4, 13)]
     assert [(at.new, at.chain) for at in found] == [((107, 108, 109), (110, 111)), ((110, 111, 112), (113, 114))]
+
+
+def test_workbench_without_a_drafter_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = ["no draft model: it can't draft"]
+    pool = SimpleNamespace(start=lambda: None, stats=lambda: (), close=lambda: None, drafters=set, notes=lambda: notes)
+    monkeypatch.setattr(timing, "WorkerPool", lambda *_: pool)
+    monkeypatch.setattr(timing, "is_serving", lambda stats: True)
+    with pytest.raises(WorkerError, match="nothing can be drafted: no draft model: it can't draft"):  # noqa: SIM117
+        with timing.workbench(ServeSettings(), lambda stage: None):
+            pytest.fail("there is nothing to time")
 
 
 @pytest.mark.parametrize(
