@@ -80,8 +80,6 @@ printf '# Outrider on a Mac\n\n%s, %s, draft `%s`, target `%s`\n' "$(date -u +%Y
     "$(git rev-parse --short HEAD 2>/dev/null || printf 'no commit')" "$draft" "$target" >>"$report"
 
 step "This machine, and the time per token of each placement" "$python" -P -m outrider.drafters.coreml.doctor --model "$draft" --probe
-step "From which length on prompts are read by Core ML for a draft on MLX" \
-    "$python" -P -m outrider.drafters.coreml.doctor --model "$draft" --prompts
 step "Tests that need macOS" "$python" -m pytest -m macos -rs -v --timeout 1800 tests/coreml
 step "Every mode, weight kind and unit: agreement, placement, latency, a soak of $predictions predictions; the GPU at the same time" \
     "$python" -P -m tools.coreml_survey --model "$draft" --target "$target" --predictions "$predictions"
