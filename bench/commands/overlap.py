@@ -43,8 +43,10 @@ COMMON = (
     "--prompt", "--rounds", "--out", "--temp", "--num-draft-tokens", "--branches", "--model", "--draft-model",
     "--draft-backend", "--threads",
 )  # fmt: skip
-UNUSED = (*flags.MULTI_REQUEST_SETTINGS, "colocate", "head", "head_in", "memory", "prompt_cache", "trace")
-"""Overlap times a draft worker on one text, and sets --trace itself."""
+UNUSED = (
+    *flags.MULTI_REQUEST_SETTINGS, "drafters", "colocate", "head", "head_in", "memory", "prompt_cache", "trace",
+)  # fmt: skip
+"""Overlap times one draft worker on one text, and sets --trace itself."""
 
 SOURCES = {
     "hit": ("#2a9d4e", "verify of a cached branch"),

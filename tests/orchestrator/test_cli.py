@@ -239,6 +239,7 @@ def test_version_is_printed(run):
         (["tune", "--colocate"], 2, "unknown flag --colocate"),
         (["tune", "--ngram-table", "x"], 2, "unknown flag --ngram-table"),
         (["bench", "--colocate"], 2, "unknown flag --colocate"),
+        (["overlap", "--drafters", "2"], 2, "unknown flag --drafters"),
         (["bench", "--no-ngrams"], 2, "unknown flag --no-ngrams"),
         (["bench", "--head-in", "target"], 2, "unknown flag --head-in"),
         (["chat", "--logprobs", "2"], 2, "unknown flag --logprobs"),
