@@ -285,7 +285,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     length = "tokens to generate in each run (default: 128)"
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help=length)
     flags.add_request_flags(parser, ("mode", "num_draft_tokens", "drafter"))
-    flags.add_cluster_flags(parser, (*flags.MULTI_REQUEST_SETTINGS, "colocate", "memory", "trace"))
+    flags.add_cluster_flags(parser, (*flags.MULTI_REQUEST_SETTINGS, "drafters", "colocate", "memory", "trace"))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
                 print(report.format_section(section) + "\n", flush=True)
             print(f"ratios, {at}\n\n{report.format_ratios(ratios[at])}\n", flush=True)
     used = _measure_footprint(pair, prompts, peers, given, screen)
-    for line in (*(footprint_lines(used) if used else ()), *peers.left_out):
+    for line in (*(footprint_lines(used) if used else ()), *peers.left_out, *families.notes):
         print(line)
     title = f"outrider bench: {options.max_tokens} tokens, B = {settings.breadth}"
     results = {"sections": sections, "ratios": ratios, "footprint": used, "runs": raw}
@@ -183,7 +183,8 @@ def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Se
     raw: dict[str, Any] = {}
     with ExitStack() as stack:
         started = {**COMPARISON_SETTINGS, "max_active": max(widths), **flags.settings_of(options)}
-        client = stack.enter_context(LocalCluster(progress=screen.show, **started)).client()
+        cluster = stack.enter_context(LocalCluster(progress=screen.show, **started))
+        client = cluster.client()
         one_mlx_lm = stack.enter_context(mlx_lm(settings)) if peers.mlx_lm else None
         both_cores, slots = replace(settings, threads=2 * settings.threads), dict[int, PeerProcess]()
         for sampling, width in product((replace(s, seed=0, ignore_eos=True) for s in samplings), widths):
@@ -210,6 +211,6 @@ def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Se
     title = f"outrider bench: concurrent requests, {options.max_tokens} tokens each"
     results = {"sections": sections, "rounds": raw}
     files.write_results(out, "concurrency", title, settings, results, lambda: report.draw_concurrent(sections, title))
-    for note in peers.left_out:
+    for note in (*peers.left_out, *cluster.notes):
         print(note)
     return 0

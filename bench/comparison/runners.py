@@ -41,7 +41,7 @@ class RunnerFamilies:
     """All runners by family and name. `stack` ends their clusters and peers.
 
     `given` are the cluster's settings as keywords; `settings` the same with resolved folders (see `pairing`).
-    `weight_bytes`: what the target reads in one forward.
+    `weight_bytes`: what the target reads in one forward. `notes`: those of all clusters, each once.
 
     Raises:
         OutriderError: a cluster or a peer can't be started.
@@ -59,6 +59,7 @@ class RunnerFamilies:
         progress: Callable[[str], None],
     ) -> None:
         self.families: list[dict[str, PromptRunner]] = []
+        self.notes: dict[str, None] = {}
         self._stack, self._settings, self._depths, self._progress = stack, settings, depths, progress
         self._add_modes(given)
         if peers.mlx_lm:
@@ -126,7 +127,9 @@ class RunnerFamilies:
             self.families[-1][llama_cpp_name(twice.threads, speculation.name)] = process.run
 
     def _start_cluster(self, given: dict[str, Any]) -> Client:
-        return self._stack.enter_context(LocalCluster(progress=self._progress, **{"memory": False, **given})).client()
+        cluster = self._stack.enter_context(LocalCluster(progress=self._progress, **{"memory": False, **given}))
+        self.notes |= dict.fromkeys(cluster.notes)
+        return cluster.client()
 
     def _pin(self, client: Client) -> None:
         """Pins a target without a drafter, which its cluster does not pin, to the core that all other targets use."""

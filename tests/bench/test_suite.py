@@ -81,6 +81,8 @@ def test_a_ratio_without_contestants_is_left_out() -> None:
 class SettingsOnlyCluster:
     """Accepts a cluster's arguments, and starts nothing."""
 
+    notes = ("no draft model: it can't draft",)
+
     def __init__(self, progress: Any, **settings: Any) -> None:
         ServeSettings(**settings)
 
@@ -128,6 +130,7 @@ def test_settings_of_the_drafter_are_left_out_where_it_is_left_out(
             stack, given, ServeSettings(**given), [2], ChosenPeers(), lambda said: None
         )
     assert {"sd model K=2", "sd n-gram K=2", "ssd K=2"} <= {name for family in found.families for name in family}
+    assert list(found.notes) == ["no draft model: it can't draft"]  # each once
 
 
 def test_prompts_go_through_the_chat_template_or_are_texts_to_continue(tmp_path: Path) -> None:
