@@ -274,7 +274,7 @@ class ServeSettings:
             yield "await_target starts no target; expected shards on the target's own command line, or neither"
         if self.draft_prefill != "auto" and self.draft_backend not in ("mlx", "auto"):
             yield f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
-        if self.draft_backend == "ngram" and not self.ngrams:
+        if self.draft_backend == "ngram" and not self.ngrams and self.workers_endpoint is None:
             yield "draft_backend ngram drafts nothing without ngrams; leave out one of the two settings"
         if self.ngram_table is not None and not self.ngrams:
             yield "ngram_table is not used without ngrams; leave out one of the two settings"

@@ -75,6 +75,12 @@ def test_invalid_settings_are_refused_with_the_reason(given, words):
         ServeSettings(**given)
 
 
+def test_only_drafter_may_be_one_that_joins():
+    """As of a fleet's engine whose drafter is on another host."""
+    joined = ServeSettings(draft_backend="ngram", ngrams=False, workers_endpoint="tcp://127.0.0.1:0", mode="ssd")
+    assert joined.can_work_ahead
+
+
 def test_settings_convert_paths_texts_and_numpy_values():
     said = ServeSettings(
         model=Path("m"),
