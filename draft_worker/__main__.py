@@ -16,7 +16,7 @@ from outrider.engine.memory import PeakMemory
 from outrider.engine.models_only import models_only
 from outrider.grammar.compiler import TOKENIZER_FILE, GrammarCompiler
 from outrider.protocol import process, worker_link
-from outrider.protocol.messages import Hello, Loading
+from outrider.protocol.messages import Abilities, Hello, Loading
 from outrider.protocol.worker_link import Link, WorkerLink
 
 Load = Callable[[argparse.Namespace, WorkerLink], tuple[Hello, DraftWorker]]
@@ -50,6 +50,7 @@ def worker_of(options: argparse.Namespace, incarnation: int, drafter: Drafter, l
         parameters=drafter.parameters,
         weight_bytes=drafter.weight_bytes,
         note=drafter.note,
+        abilities=Abilities(left_out=getattr(drafter, "left_out", ())),
         kv=drafter.prompt_cache.cost,
         vocabulary=options.vocabulary,
         features=getattr(drafter, "features", ""),

@@ -106,8 +106,8 @@ class Drafter(Protocol):
     """Proposes tokens; opens one tree for each request.
 
     `prompt_cache` holds prefixes of texts that have ended; it is empty if the drafter reads every text in full. `note`
-    tells users how it runs, and is usually empty. A drafter whose trees read the target's features also has `features`,
-    the name of their source, which must be the same at the target.
+    tells users how it runs, and is usually empty; one that runs in another's place also has it in `left_out`. A drafter
+    whose trees read the target's features also has `features`, the name of their source, as the target must have it.
     """
 
     backend: str

@@ -22,10 +22,11 @@ class MlxDrafter:
 
     backend = "mlx"
 
-    def __init__(self, model: LoadedModel, reader: PromptReader | None = None) -> None:
+    def __init__(self, model: LoadedModel, reader: PromptReader | str = "") -> None:
         self.model = model
-        self.note = "" if reader is None else reader.note
-        self._reader = reader
+        self._reader = None if isinstance(reader, str) else reader
+        self.note = reader if isinstance(reader, str) else reader.note
+        self.left_out = (self.note,) if self.note and self._reader is None else ()
         self.vocab_size = model.vocab_size
         self.context_length = model.context_length
         self.parameters = model.parameters
@@ -33,11 +34,11 @@ class MlxDrafter:
         self.prompt_cache = PromptCache(measure_tree_cost(model))
 
     @classmethod
-    def load(cls, path: str, progress: Callable[[str], None], reader: PromptReader | None = None) -> MlxDrafter:
+    def load(cls, path: str, progress: Callable[[str], None], reader: PromptReader | str = "") -> MlxDrafter:
         """Loads the model and checks that branches reproduce its logits.
 
         Args:
-            reader: reads prompts in the model's place if it is faster.
+            reader: reads prompts in the model's place if it is faster; or why the backend asked for can't be used.
 
         Raises:
             ModelError: there is no such model, or no tree of it is exact.

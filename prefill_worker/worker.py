@@ -161,8 +161,8 @@ class CoreMLReader:
             CannotDraft: this machine can't run the package.
         """
         package = load_prompt_reader(model, "coreml", report)
-        if package is None:
-            raise CannotDraft("this machine can't run the target's Core ML package; use --prefill-backend mlx")
+        if isinstance(package, str):
+            raise CannotDraft(f"{package}; use --prefill-backend mlx")
         return cls(package, KVLayout.of(load_lazily(model).model))
 
     def read(self, task: Prefill) -> Pieces:

@@ -213,13 +213,11 @@ def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
 
     note = f"drafting with MLX instead of Core ML: {reason}"
     progress(note)
-    drafter = MlxDrafter.load(str(checkpoint), progress)
-    drafter.note = note
-    return drafter
+    return MlxDrafter.load(str(checkpoint), progress, note)
 
 
-def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> PackageReader | None:
-    """Returns the package that reads prompts for the draft `model`, or None if MLX reads them.
+def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> PackageReader | str:
+    """Returns the package that reads prompts for the draft `model`, or why MLX reads them; empty if it was to.
 
     Raises:
         InvalidRequest: `prefill` is neither auto, mlx or coreml nor a package's directory.
@@ -228,7 +226,7 @@ def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> 
     packages: PackageSource
     match prefill:
         case "mlx":
-            return None
+            return ""
         case "auto":
             return _load_faster_reader(model, progress)
         case "coreml":
@@ -242,15 +240,14 @@ def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> 
             packages = OnePackage(open_package(directory, find_model_folder(model)))
     chosen = select_package(packages, progress)
     if chosen.package is None or chosen.row is None:
-        progress(f"prompts are read by MLX: {chosen.sentence}")
-        return None
+        return f"prompts are read by MLX: {chosen.sentence}"
     return _open_reader(chosen.package, chosen.row.units, 1, progress)
 
 
-def _load_faster_reader(model: str, progress: ProgressCallback) -> PackageReader | None:
+def _load_faster_reader(model: str, progress: ProgressCallback) -> PackageReader | str:
     """Returns the package that a kept measurement found faster than MLX, if it still exists."""
     if runtimes.unavailable_reason():
-        return None
+        return ""
     try:
         checkpoint = find_model_folder(model)
         for row in TrialStore(model_digest(checkpoint)).rows:
@@ -262,15 +259,14 @@ def _load_faster_reader(model: str, progress: ProgressCallback) -> PackageReader
                     return _open_reader(kept, row.units, times.min_tokens, progress)
     except ModelError as error:  # `auto` may find no package
         progress(f"prompts are read by MLX: {error}")
-    return None
+    return ""
 
 
-def _open_reader(package: Package, units: str, min_tokens: int, progress: ProgressCallback) -> PackageReader | None:
+def _open_reader(package: Package, units: str, min_tokens: int, progress: ProgressCallback) -> PackageReader | str:
     try:
         runtime = open_runtime(package, units, [package.layout.prefill.name])
     except ModelError as error:
-        progress(f"prompts are read by MLX: {error}")
-        return None
+        return f"prompts are read by MLX: {error}"
     reader = PackageReader(package, runtime, min_tokens)
     progress(reader.note)
     return reader

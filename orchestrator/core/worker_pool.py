@@ -155,7 +155,9 @@ class WorkerPool:
         refused = [worker.fault for worker in drafters if worker.state in ("refused", "lost")]
         if not abilities.chains:
             return [clip(f"speculation is off: {abilities.why}")]
-        return [clip(note) for note in (*(f"no draft model: {why}" for why in refused), *abilities.left_out)]
+        left_out = [note for one in drafters if one.hello for note in one.hello.abilities.left_out]
+        reasons = (*(f"no draft model: {why}" for why in refused), *left_out, *abilities.left_out)
+        return [clip(note) for note in dict.fromkeys(reasons)]
 
     def drafters(self) -> set[str]:
         """Returns the names of the drafters that are ready."""

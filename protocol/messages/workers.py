@@ -72,8 +72,8 @@ class Hello(Message, frozen=True):
     - `incarnation` identifies this process, also among its successors. In hexadecimal it is the routing id of the main
       socket; followed by `/heartbeat` it is that of the heartbeat socket.
     - `name` is the requested name, or empty.
-    - `abilities` describes what a target can do, as measured; a drafter leaves the default. `kv` is the memory cost of
-      its texts.
+    - `abilities` describes what a target can do, as measured; a drafter sets `left_out` only. `kv` is the memory cost
+      of its texts.
     - `vocabulary` is a digest of what a joining drafter's tokens stand for. It must equal the cluster's; empty: not
       checked.
     - `files` identifies a target's model (`protocol.digest`). `number_format` is what a target computes in.

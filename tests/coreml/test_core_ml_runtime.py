@@ -227,6 +227,7 @@ def test_probe_decides_between_core_ml_and_mlx(
         fake.error = Exception("out of memory")  # on another day than the trial's
         drafter = selection.load_drafter(str(made.model_path), told.append)
         assert isinstance(drafter, MlxDrafter) and "out of memory" in drafter.note
+        assert drafter.left_out == (drafter.note,)
     with pytest.raises(ModelError, match="give the model that this package was converted from"):
         selection.load_drafter(str(made.package.path), told.append)
 

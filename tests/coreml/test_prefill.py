@@ -213,13 +213,13 @@ def test_package_reads_prompts_from_the_length_where_faster(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, ms: Sequence[tuple[float, float]], least: int | None
 ) -> None:
     asked, model = scripted(monkeypatch, *ms), str(packages.checkpoint)
-    assert selection.load_prompt_reader(model, "auto", print) is None
+    assert selection.load_prompt_reader(model, "auto", print) == ""
     for _ in range(2):
         found = selection.get_prompt_times(packages, print)
         assert found.min_tokens == least and ("MLX reads" in found.sentence) == (least is None)
         assert "\n" not in found.sentence
         reader = selection.load_prompt_reader(model, "auto", print)
-        assert (None if reader is None else reader.min_tokens) == least
+        assert (None if isinstance(reader, str) else reader.min_tokens) == least
     assert asked == ["CPU_AND_NE"]
 
 
@@ -230,7 +230,7 @@ def test_prompt_times_are_valid_for_one_version_of_mlx_and_macos(
     asked = scripted(monkeypatch, (9, 1))
     assert selection.get_prompt_times(packages, print).min_tokens == 64
     monkeypatch.setattr(trial, change, lambda: "another")
-    assert selection.load_prompt_reader(str(packages.checkpoint), "auto", print) is None
+    assert selection.load_prompt_reader(str(packages.checkpoint), "auto", print) == ""
     assert selection.get_prompt_times(packages, print).min_tokens == 64 and asked == ["CPU_AND_NE"] * 2
 
 
@@ -242,7 +242,7 @@ def test_prompt_times_of_a_rebuilt_package_are_not_used(
         packages.variants[0], "another key", "CPU_ONLY", GOOD, prompts=trial.time_prompts(None, "CPU_ONLY", None)
     )
     TrialStore(packages.source_hash).add(row)
-    assert selection.load_prompt_reader(str(packages.checkpoint), "auto", print) is None
+    assert selection.load_prompt_reader(str(packages.checkpoint), "auto", print) == ""
 
 
 def test_failed_measurement_leaves_prompts_to_mlx(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,11 +264,11 @@ def test_drafter_uses_the_package_only_where_measured_faster(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, text: list[int]
 ) -> None:
     model, messages = str(packages.checkpoint), list[str]()
-    assert selection.load_prompt_reader(model, "auto", messages.append) is None and messages == []
+    assert selection.load_prompt_reader(model, "auto", messages.append) == "" and messages == []
     scripted(monkeypatch, (9, 20), (20, 9))
     assert selection.get_prompt_times(packages, messages.append).min_tokens == 128
     reader = selection.load_prompt_reader(model, "auto", messages.append)
-    assert reader is not None and reader.readable(127) == 0 and reader.readable(128) == 128
+    assert not isinstance(reader, str) and reader.readable(127) == 0 and reader.readable(128) == 128
     assert messages[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
     drafter = make_drafter("mlx", model, messages.append)
     assert isinstance(drafter, MlxDrafter) and drafter.note == reader.note
@@ -283,9 +283,11 @@ def test_mlx_reads_prompts_without_core_ml(
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.delenv(STAND_IN_VARIABLE)
-    messages: list[str] = []
-    assert selection.load_prompt_reader(str(bench("llama").model_path), "coreml", messages.append) is None
-    assert messages == [f"prompts are read by MLX: {MACOS_ONLY_MESSAGE}"]
+    model, why = str(bench("llama").model_path), f"prompts are read by MLX: {MACOS_ONLY_MESSAGE}"
+    assert selection.load_prompt_reader(model, "coreml", print) == why
+    for prefill, left_out in (("coreml", (why,)), ("mlx", ()), ("auto", ())):
+        drafter = make_drafter("mlx", model, print, prefill)
+        assert isinstance(drafter, MlxDrafter) and drafter.left_out == left_out
 
 
 @pytest.mark.parametrize("prefill", ["coreml", "package"])
@@ -293,7 +295,7 @@ def test_package_reads_prompts_when_requested(bench: Callable[..., Bench], cache
     made, messages = bench("llama"), list[str]()
     word = str(made.package.path) if prefill == "package" else prefill
     reader = selection.load_prompt_reader(str(made.model_path), word, messages.append)
-    assert reader is not None and reader.min_tokens == 1 and "reference interpreter" in reader.note
+    assert not isinstance(reader, str) and reader.min_tokens == 1 and "reference interpreter" in reader.note
     assert ("converting" in messages[0]) == (prefill == "coreml")
 
 

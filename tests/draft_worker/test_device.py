@@ -32,7 +32,8 @@ def test_device_option_keeps_a_drafter_on_the_cpu(monkeypatch, given, chosen):
 def test_memory_is_measured_and_returned_unless_core_ml_computes(backend: str) -> None:
     """Whatever was asked for: MLX drafts where Core ML can't."""
     drafter: Any = MlxDrafter(markov(np.zeros((6, 6), np.float32)))
-    drafter.backend = backend
+    drafter.backend, drafter.left_out = backend, ("MLX drafts",)
     options = Namespace(name="draft-0", backend="coreml", model="", target="", vocabulary="", fan_out="best-first")
-    _, worker = program.worker_of(options, 1, drafter, FakeLink("draft-0"))
+    hello, worker = program.worker_of(options, 1, drafter, FakeLink("draft-0"))
+    assert hello.abilities.left_out == ("MLX drafts",)
     assert (worker._memory is not None) is (backend != "coreml")

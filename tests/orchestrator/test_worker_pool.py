@@ -276,6 +276,15 @@ def test_cluster_starts_without_a_draft_model_that_cannot_draft(harness: PoolHar
     assert harness.pool.notes() == ["no draft model: a llama4 model can't draft"]
 
 
+def test_notes_say_what_the_drafter_runs_instead_of(harness: PoolHarness) -> None:
+    harness.worker("target-0")
+    draft = Peer(harness, "draft", harness.spawned["draft-0"][0])
+    other = Abilities(left_out=("prompts are read by MLX: no Core ML",))
+    draft.say(Hello("draft", "draft-0", draft.incarnation, 1, "mlx", "m", 10, 9, 1, 1, abilities=other))
+    harness.settle()
+    assert harness.pool.notes() == ["prompts are read by MLX: no Core ML"]
+
+
 def test_any_other_fault_at_the_start_is_fatal(harness: PoolHarness) -> None:
     Peer(harness, "draft", harness.spawned["draft-0"][0]).say(Fault(None, "no model at /x"))
     harness.settle()
