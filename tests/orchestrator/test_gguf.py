@@ -232,6 +232,19 @@ def test_linear_scaling_is_read_under_every_name_as_in_llama_cpp(tmp_path, metad
     assert config.get("rope_scaling", {}).get("factor") == factor
 
 
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_factor_of_attention_that_mlx_lacks_is_refused(tmp_path, kind):
+    said = {"type": kind, "factor": 4.0, "original_context_length": 32, "attn_factor": 1.0}
+    for factor in (1.0, 1.5):
+        metadata = {f"llama.rope.scaling.{key}": value for key, value in {**said, "attn_factor": factor}.items()}
+        file = write_gguf(tmp_path / f"{factor}.gguf", metadata=metadata)
+        if factor == 1.0:
+            assert read_config(converted(file))["rope_scaling"]["factor"] == 4.0
+        else:
+            with pytest.raises(ModelError, match=r"scales attention by 1.5 \(llama.rope.scaling.attn_factor\)"):
+                converted(file)
+
+
 def read_config(folder: Path) -> dict:
     return model_files.read_json(folder / "config.json")
 
