@@ -41,7 +41,7 @@ _END_TOKENS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "</s>",
     "<eos>",
 })  # fmt: skip
-"""Tokens that end an answer, as in llama.cpp, unless they are ordinary text."""
+"""Tokens that end an answer and are never text, whatever their type in the file, as in llama.cpp."""
 _SPACE = "\u2581"
 _BEFORE_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 """Of Phi 3's special tokens, those that do not take in the spaces and line breaks after them, which no file says."""
@@ -66,6 +66,7 @@ def write_tokenizer(file: GgufFile, folder: Path, vocabulary: int) -> dict[str, 
     if types is not None and len(types) != len(tokens):
         raise ModelError(f"{file.path} has {len(tokens)} tokens, but {len(types)} token types; download it again")
     typed = [_NORMAL] * len(tokens) if types is None else types.tolist()
+    typed = [_CONTROL if token in _END_TOKENS else kind for token, kind in zip(tokens, typed, strict=True)]
     tokenizer = _byte_level_tokenizer(file, tokens) if kind == "gpt2" else _sentencepiece_tokenizer(file, tokens, typed)
     is_phi_3 = file.architecture == "phi3" and kind == "llama"
     added = [
@@ -79,7 +80,7 @@ def write_tokenizer(file: GgufFile, folder: Path, vocabulary: int) -> dict[str, 
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = json.dumps(_tokenizer_config(file, tokens, special), indent=1, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
-    return _config_ids(tokens, typed, special)
+    return _config_ids(tokens, special)
 
 
 def _byte_level_tokenizer(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
@@ -163,9 +164,9 @@ def _special_ids(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
     return special
 
 
-def _config_ids(tokens: Sequence[str], types: Sequence[int], special: dict[str, int]) -> dict[str, int | list[int]]:
+def _config_ids(tokens: Sequence[str], special: dict[str, int]) -> dict[str, int | list[int]]:
     named = [special[role] for role in ("eos_token", "eot_token") if role in special]
-    ends = [place for place, token in enumerate(tokens) if token in _END_TOKENS and types[place] != _NORMAL]
+    ends = [place for place, token in enumerate(tokens) if token in _END_TOKENS]
     ids: dict[str, int | list[int]] = {"eos_token_id": list(dict.fromkeys([*named, *ends]))}
     return ids | ({"bos_token_id": special["bos_token"]} if "bos_token" in special else {})
 

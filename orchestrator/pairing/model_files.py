@@ -53,7 +53,7 @@ _EXPECTED_NAME = (
     "expected a name of `outrider pairs`, a model's folder, a GGUF file or a Hugging Face id such as org/name"
 )
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-_CONVERSION_VERSION = 6
+_CONVERSION_VERSION = 7
 """The version of the conversion; increased when the same GGUF file is converted differently."""
 
 
