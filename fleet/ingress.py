@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import lru_cache, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,7 @@ class EngineLeases:
 
     async def stats(self) -> Stats:
         """Returns the sum of the statistics of the engines that answer. Raises EndpointError if none does."""
-        places: list[EngineAddress] = []
-        for kind in self._kinds:
-            with suppress(RayError, RayServeException, TimeoutError):
-                replies = kind.broadcast("place", self._ingress_key)
-                replied = await replies.results_async(timeout_s=LEASE_TIMEOUT_SECONDS, return_exceptions=True)
-                places += [place for place in replied if isinstance(place, EngineAddress)]
+        places = chain(*await asyncio.gather(*map(self._addresses, self._kinds)))
         answers = await asyncio.gather(*(self._client_for(place).stats() for place in places), return_exceptions=True)
         found = []
         for number, stats in enumerate(answers):
@@ -94,6 +90,14 @@ class EngineLeases:
         if not found:
             raise EndpointError(NO_ENGINE_MESSAGE)
         return reduce(_add_stats, found)
+
+    async def _addresses(self, kind: DeploymentHandle[Any]) -> list[EngineAddress]:
+        """Returns the addresses of the engines that answer; `results_async` would have none if one of them hangs."""
+        with suppress(RayError, RayServeException, TimeoutError):
+            replies = kind.broadcast("place", self._ingress_key)
+            replied = await asyncio.to_thread(replies.results, timeout_s=LEASE_TIMEOUT_SECONDS, return_exceptions=True)
+            return [place for place in replied if isinstance(place, EngineAddress)]
+        return []
 
     async def complete(self, session: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, None]]) -> None:
         """Leases the engine that Serve chooses, the same for a `session` where possible, and awaits `ask` with its

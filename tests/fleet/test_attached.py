@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from outrider import LocalCluster
@@ -60,6 +61,18 @@ def test_malformed_endpoint_is_an_error_and_not_waited_for() -> None:
 
     with pytest.raises(EndpointError, match="is not an endpoint"):
         wait_until_ready("nonsense", None)
+
+
+def test_engine_whose_actor_hangs_does_not_hide_the_others(fleet: Fleet) -> None:
+    """As on a host that is lost: Ray Serve has no answer of any engine then."""
+    title = f"ray::ServeReplica:{fleet.name}:{fleet.kind}"
+    actor = next(one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [""])[0] == title)
+    assert httpx.get(f"{fleet.url}/ready", timeout=PATIENCE).status_code == 200
+    actor.suspend()
+    try:
+        assert httpx.get(f"{fleet.url}/ready", timeout=PATIENCE).status_code == 200
+    finally:
+        actor.resume()
 
 
 def test_text_continues_on_another_engine_and_503_follows_without_any(fleet: Fleet, expected_text: str) -> None:
