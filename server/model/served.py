@@ -232,7 +232,7 @@ def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fall
         template=template,
         tool_template=tool_template,
         thinking=find_thinking_tags(vocabulary) if template is not None else None,
-        tools=tool_format(template, vocabulary, FALLBACK_FORMAT) if worded else tools,
+        tools=tool_format(None, vocabulary, FALLBACK_FORMAT) if worded else tools,
         defaults=read_default_sampling(folder),
         longest_token=max(map(len, vocabulary)),
         loaded_at=int(time.time()),

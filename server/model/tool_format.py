@@ -54,13 +54,15 @@ _TEMPLATE_MARKERS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("muse_spark", (("<atem:function_calls>",),)),
     ("json_tools", (("<tool_call>", "tool_call.name"),)),
 )
+_WITHOUT_PARSER = "]<]minimax[>["
+"""Before each tag of MiniMax-M3's calls, which mlx-lm takes for JSON."""
 
 # Of Mistral Small 3.2: an id, which mlx-lm reads as the name; the marks have no names in copies with 3.1's tokenizer.
 _BEFORE_ARGUMENTS = re.compile(r"((\[CALL_ID\]|<SPECIAL_33>)\s*[\w-]+\s*)?(\[ARGS\]|<SPECIAL_32>)")
 FALLBACK_FORMAT = "json_tools"
 FALLBACK_NOTE = (
-    "The chat template of this model does not support tools. They are described in the system prompt, and a grammar"
-    " constrains calls. --no-tool-fallback refuses tools instead."
+    "The chat template of this model does not support tools, or writes calls that can't be parsed. Tools are described"
+    " in the system prompt, and a grammar constrains calls. --no-tool-fallback refuses tools instead."
 )
 _INSTRUCTION = """You may call functions to answer the user. These are the functions, a JSON object each:
 <tools>
@@ -160,7 +162,7 @@ def tool_format(template: str | None, vocabulary: Collection[str], named: str | 
         ModelError: the installed mlx-lm does not have the named parser.
     """
     name = named or infer_parser(template, vocabulary)
-    if name is None:
+    if name is None or (template is not None and _WITHOUT_PARSER in template):
         return None
     try:
         module = import_module(f"{_import_parsers()}.{name}")

@@ -227,6 +227,13 @@ def test_tool_formats_and_thinking_tags_are_inferred_as_by_mlx_lm() -> None:
         assert tags is None or tags.marks in ((), _infer_structural_markers(theirs))
 
 
+def test_calls_of_minimax_m3_are_not_taken_for_json() -> None:
+    """Each tag follows its mark, and arguments have tags of their own; mlx-lm has no parser of them."""
+    template = "{% set mark = ']<]minimax[>[' %}{{ mark ~ '<tool_call>' ~ mark ~ '<invoke name=\"' ~ tool_call.name }}"
+    for named in (None, "json_tools"):  # in a copy that mlx-lm has converted
+        assert tool_format(template, ("<mm:think>",), named) is None
+
+
 @pytest.mark.parametrize("rest", ["<tool_call>", '<tool_call>\n{"name": "f", "argu', "<tool_ca"])
 def test_incomplete_call_is_dropped_when_the_text_was_cut(rest: str) -> None:
     for cut, words in ((True, []), (False, [("S", rest)])):
