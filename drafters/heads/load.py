@@ -137,8 +137,8 @@ class Agreement:
         if best and self.others[best] > self.own + _MIN_AGREEMENT_GAIN:
             return (
                 f"the head agrees with the target on {self.own:.0%} of the tokens of a trial, and on"
-                f" {self.others[best]:.0%} with {best}: its config.json may count layers differently; few drafts will"
-                " be accepted"
+                f" {self.others[best]:.0%} with {best}: it may have been trained on other inputs than its config.json"
+                " gives; few drafts will be accepted"
             )
         if self.own < _MIN_AGREEMENT:
             return (
