@@ -299,7 +299,7 @@ def load_model_text(options: argparse.Namespace) -> ModelText:
 
 def _use_default_model(options: argparse.Namespace) -> str:
     """Returns the default model, and sets it in the options."""
-    options.model, note = default_model()
+    options.model, note = default_model(bool(options.gguf_keep_precision))
     if note is not None:
         say(f"Note: {note}")
     return str(options.model)

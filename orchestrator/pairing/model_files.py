@@ -104,7 +104,7 @@ def _find_path(name: str) -> Path | None:
         raise ModelError(f"{name[:200]} can't be opened ({why}); {_EXPECTED_NAME}") from None
 
 
-def default_model() -> tuple[str, str | None]:
+def default_model(keep_precision: bool = False) -> tuple[str, str | None]:
     """Returns the default model's name, and a note if it is the tiny one because the default can't be downloaded.
 
     Raises:
@@ -114,7 +114,7 @@ def default_model() -> tuple[str, str | None]:
     if named:
         return named, None
     try:
-        return find_model(DEFAULT_MODEL, weights=False).name, None
+        return find_model(DEFAULT_MODEL, weights=False, keep_precision=keep_precision).name, None
     except ModelError as error:
         if not is_on_disk(TINY):
             raise

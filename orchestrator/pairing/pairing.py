@@ -46,7 +46,8 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     Raises:
         ModelError: a model can't be found, or a folder holds no model.
     """
-    model, note = default_model() if settings.model is None else (settings.model, None)
+    keep = settings.gguf_keep_precision
+    model, note = default_model(keep) if settings.model is None else (settings.model, None)
     notes = () if note is None else (note,)
     draft = _find_default_draft(settings, model) if settings.draft_model is None else settings.draft_model
     if draft is None and settings.needs_draft_model:
@@ -55,7 +56,6 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
         settings = replace(settings, draft_backend="ngram" if settings.ngrams else "none")
         if settings.ngrams and not settings.head and model not in PULLED_MODELS:
             notes = (*notes, "there is no draft model (--draft-model), so drafts come only from n-grams of the text")
-    keep = settings.gguf_keep_precision
     target_files, draft_files = find_model(model, not settings.await_target, keep), None
     if draft is not None and settings.needs_draft_model:
         settings = _resolve_backend(settings, draft, target_files)

@@ -199,6 +199,12 @@ def test_default_model_is_downloaded(downloaded):
     assert chosen.settings.draft_backend == "ngram"
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_default_model_is_converted_once_and_as_asked(downloaded, tmp_path, kept):
+    chosen = choose_pair(ServeSettings(gguf_keep_precision=kept))
+    assert [one for one in chosen.target.folder.parent.iterdir() if one.is_dir()] == [chosen.target.folder]
+
+
 @pytest.mark.usefixtures("without_network")
 def test_tiny_pair_is_used_with_a_note_without_a_network():
     chosen = choose_pair(ServeSettings())
