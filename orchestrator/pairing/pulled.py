@@ -323,6 +323,8 @@ def _pip_error_reason(stderr: str) -> str:
         return "this Python has no pip; install it (python -m ensurepip, or uv pip install pip)"
     if "NewConnectionError" in stderr or "ConnectTimeout" in stderr or "No matching distribution" in stderr:
         return "the package index can't be reached or does not have the package; check pip's settings (`pip config`)"
+    if "ReadTimeoutError" in stderr:
+        return "the package index stopped sending; try again"
     if os.strerror(errno.ENOSPC) in stderr:
         return f"the disk is full; free some space, or choose other folders with {CACHE_VARIABLE} and TMPDIR"
     lines = ["nothing", *stderr.strip().splitlines()]
