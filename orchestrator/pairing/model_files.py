@@ -209,7 +209,7 @@ def _describe_model(name: str, folder: Path, weights: bool) -> ModelFiles:
         is_adapter = (folder / "adapter_config.json").is_file()
         hint = "merge an adapter into its model first" if is_adapter else "a GGUF file is given by its path"
         raise ModelError(f"{name} is not a model folder: config.json is missing ({hint})")
-    if weights and not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("[!.]*.safetensors")):
         raise ModelError(f"{name} has no *.safetensors files; other weights (pytorch_model.bin) have to be converted")
     config = read_json(folder / "config.json")
     vocab_size = {**config, **text_config(config)}.get("vocab_size")
