@@ -165,10 +165,6 @@ class Tree:
         """The number of committed tokens that have columns, from position `_origin` on."""
         return self._layout.prefix + len(self._recent)
 
-    def column_tokens(self) -> list[int]:
-        """Returns the token of every committed column, in order; they must equal the committed tokens."""
-        return self._committed[self._origin : self._origin + self._columns]
-
     def child(self, node: int, token: int, given: bool | None = None) -> int | None:
         parent = self._node(node)
         for child in parent.children:

@@ -21,6 +21,7 @@ from outrider.engine.sampling import Sampler
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from tests.alone import advanced
+from tests.columns import column_tokens
 from tests.coreml.conftest import CONTEXT, VOCAB, Bench
 from tests.harness.mil_interpreter import NumpyRuntime
 
@@ -86,7 +87,7 @@ def test_scores_stay_exact_through_rollback_and_refeeding(
             path = [first[chosen], first[chosen] + 12, tips[chosen]][:taken]
             tree.best(tips)  # so that all of them are computed, and take their slots
             tree.commit(path)
-            known = tree.column_tokens()
+            known = column_tokens(tree)
             assert tree.committed_len == len(known) and tree.room == CONTEXT - len(known)
             if taken == 2:  # what was drafted beyond the commit is still there
                 assert tree.child(tree.root, tree.best([tree.root])[0]) == tips[chosen]
@@ -106,7 +107,7 @@ def test_a_commit_keeps_descendants_and_drops_the_rest(bench: Callable[..., Benc
         assert tree.child(tree.root, 6) == right and tree.child(tree.root, 9) is None
         tree.commit([left])
         assert tree.root == left and tree.child(left, 7) == below
-        assert tree.column_tokens() == [*text[:10], 5]
+        assert column_tokens(tree) == [*text[:10], 5]
         check_node(tree, below, [*text[:10], 5, 7], made.mlx(), 1e-4)
         with pytest.raises(InvalidRequest, match="not in the tree"):
             tree.best([right])
@@ -225,7 +226,7 @@ def test_undrafted_text_is_read_in_pieces(
                 piece = text[len(known) : len(known) + count]
                 tree.read(piece, more=number < len(pieces))
                 known += piece
-            assert tree.column_tokens() == known and tree.committed_len == len(known)
+            assert column_tokens(tree) == known and tree.committed_len == len(known)
             check_node(tree, tree.root, known, model, TOLERANCE[weights])
             after = tree.feed([tree.root, tree.root], [7, 8])
             check_node(tree, after[1], [*known, 8], model, TOLERANCE[weights])
@@ -256,7 +257,7 @@ def test_work_ahead_runs_on_a_core_ml_tree(bench: Callable[..., Bench], text: li
             committed, verifying = next(iter(chains.items()))
             known += committed
             work.commit(committed, BranchTask(verifying, 3, 6))
-        assert tree.column_tokens() == known
+        assert column_tokens(tree) == known
 
 
 def test_a_scattered_cache_is_packed(bench: Callable[..., Bench], text: list[int]) -> None:
@@ -271,8 +272,8 @@ def test_a_scattered_cache_is_packed(bench: Callable[..., Bench], text: list[int
         tree.best([*nodes, below])
         tree.commit(nodes[-1:])
         assert tree.committed_len < 80  # nine slots a round: by then there is no run of sixteen left
-    check_node(tree, tree.root, tree.column_tokens(), model, TOLERANCE["fp16"])
-    check_node(tree, below, [*tree.column_tokens(), 3], model, TOLERANCE["fp16"])
+    check_node(tree, tree.root, column_tokens(tree), model, TOLERANCE["fp16"])
+    check_node(tree, below, [*column_tokens(tree), 3], model, TOLERANCE["fp16"])
 
 
 def test_opening_a_tree_reports_the_progress_of_its_prompt(bench: Callable[..., Bench], text: list[int]) -> None:

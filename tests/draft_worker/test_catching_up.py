@@ -30,6 +30,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE, OrchestratorGone
+from tests.columns import column_tokens
 from tests.system.links import FakeLink, Idle
 from tools.simulation.replay import ReplayDrafter, Script
 
@@ -96,7 +97,7 @@ class WorkerUnderTest:
             pass
 
     def columns(self, tree: int = -1) -> list[int]:
-        return self.drafter.trees[tree].column_tokens()
+        return column_tokens(self.drafter.trees[tree])
 
     def sent(self, kind: type[Message]) -> list[Any]:
         return [message for message in self.link.sent if isinstance(message, kind)]

@@ -21,6 +21,7 @@ from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
 from tests.alone import advanced, continued
+from tests.columns import column_tokens
 from tests.drafters.dflash_heads import NumpyHead, write
 from tests.drafters.dflash_layouts import BLOCK, LAYOUTS, V
 from tests.drafters.test_dflash import EMBEDDING, OUTPUT, ROWS, TEXTS, head_of
@@ -114,7 +115,7 @@ def test_late_rows_replace_nodes_computed_without_them(tmp_path: Path, name: str
         are_equal(tree.scores(node), truth.behind(known[-1], hidden[0]))
     assert [tree.child(node, token) for node, token in zip([tree.root, *again], text[20:23], strict=False)] == again
     tree.commit(again[:2])
-    assert tree.column_tokens() == text[:22] and tree.child(again[1], text[22]) == again[2]
+    assert column_tokens(tree) == text[:22] and tree.child(again[1], text[22]) == again[2]
 
 
 def test_missing_rows_leave_a_gap_in_the_context(tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def test_committed_tokens_without_rows_take_room_in_the_block(tmp_path: Path) ->
         (node,) = tree.feed([tree.root], [number + 1])
         tree.commit([node])
         assert tree.room == max(0, BLOCK - 2 - number) and tree.best([tree.root])
-        assert tree.column_tokens() == [*TEXTS[0][:20].tolist(), *range(1, number + 2)]
+        assert column_tokens(tree) == [*TEXTS[0][:20].tolist(), *range(1, number + 2)]
     tell(tree, head, 19, 19 + 2 * BLOCK)
     assert tree.room == BLOCK - 1
 

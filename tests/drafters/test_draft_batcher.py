@@ -16,6 +16,7 @@ from outrider.engine.forward_cost import ForwardCost
 from outrider.engine.loading import load
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
+from tests.columns import column_tokens
 from tools.simulation.replay import ReplayDrafter, Script
 
 TEXT = tuple(2 + 7 * i % 250 for i in range(400))
@@ -67,7 +68,7 @@ def test_batched_requests_prepare_the_branches_of_single_requests(drafter: Draft
             new = outcome if i != turn else (7, 9)
             for work in (batched[i], alone[i]):
                 work.commit(new, BranchTask(branches[outcome] if i != turn else (4,), 2, 6))
-    assert [w.tree.column_tokens() for w in batched] == [w.tree.column_tokens() for w in alone]
+    assert [column_tokens(w.tree) for w in batched] == [column_tokens(w.tree) for w in alone]
 
 
 def test_failed_request_of_a_batch_does_not_affect_the_others(

@@ -22,6 +22,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
+from tests.columns import column_tokens
 from tests.target_worker.heads import (
     H,
     mtp_head,
@@ -108,7 +109,7 @@ def test_branches_by_onnx_runtime_equal_those_by_mlx(
     by_mlx = PlayedRequests(head, target, None, temp)
     assert prepared == by_mlx.rounds(8) and not fed
     assert all(len(branches) == 6 for branches in prepared[0])
-    columns = [[work.tree.column_tokens() for work in played.works] for played in (by_ort, by_mlx)]
+    columns = [[column_tokens(work.tree) for work in played.works] for played in (by_ort, by_mlx)]
     assert columns[0] == columns[1]
 
 

@@ -14,6 +14,7 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, start_drafting
 from outrider.protocol.sampling import SamplingParams
 from tests.alone import advanced, continued
+from tests.columns import column_tokens
 from tools.simulation.replay import ReplayDrafter, Script
 
 PROMPT = tuple(range(10, 20))
@@ -139,7 +140,7 @@ def test_pushed_branches_equal_those_of_a_fresh_drafter(forwards: int) -> None:
         committed += new
         chain = list(entries.get(tuple(new), ()))[: rng.randrange(4)]
         work.commit(new, BranchTask(chain, 3, 8))
-        fed = work.tree.column_tokens()
+        fed = column_tokens(work.tree)
         assert fed == committed[: len(fed)]
         assert work.committed_len == len(committed)
 

@@ -35,6 +35,7 @@ from outrider.protocol.process import cpu_flags
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
+from tests.columns import column_tokens
 from tests.tiny import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
@@ -430,7 +431,7 @@ def test_tree_scores_and_choices_equal_those_of_mlx(loaded: Loaded, family: str)
         one, other = (np.array(grown.scores(grown.root)) for grown in both)
         assert float(np.abs((one - other) - (one - other).mean()).max()) < 2e-4
         assert bests[0] == bests[1]
-        assert both[0].column_tokens() == both[1].column_tokens()
+        assert column_tokens(both[0]) == column_tokens(both[1])
 
 
 def test_rows_of_a_closed_tree_are_reused_without_a_trace(quantised: Quantised) -> None:

@@ -20,6 +20,7 @@ from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
+from tests.columns import column_tokens
 from tests.slots import open_tree
 
 Loaded = Callable[..., LoadedModel]
@@ -187,7 +188,7 @@ def test_tree_from_a_warm_cache_equals_that_from_a_cold_one(loaded: Loaded, form
     first.close()
     assert cache.use.entries == 1
     warm, cold = opened(line, cache), opened(line, None)
-    assert warm.cached == 41 and warm.column_tokens() == line == cold.column_tokens()
+    assert warm.cached == 41 and column_tokens(warm) == line == column_tokens(cold)
     distance = mx.abs(warm.scores(warm.root) - cold.scores(cold.root)).max()
     assert float(distance.item()) < 1e-3
     if form is not RecurrentKVRows:

@@ -17,6 +17,7 @@ from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
+from tests.columns import column_tokens
 
 Loaded = Callable[..., LoadedModel]
 KINDS = (
@@ -63,7 +64,7 @@ def same(ours: Tree, theirs: Tree, nodes: Sequence[int]) -> None:
     assert [[c.token for c in found] for found in ours.candidates(nodes, 3)] == [
         [c.token for c in found] for found in theirs.candidates(nodes, 3)
     ]
-    assert ours.column_tokens() == theirs.column_tokens()
+    assert column_tokens(ours) == column_tokens(theirs)
     for node in nodes:
         want, got = np.array(theirs.scores(node)), np.array(ours.scores(node))
         np.testing.assert_allclose(got, want, atol=1e-4)

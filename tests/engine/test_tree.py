@@ -25,6 +25,7 @@ from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, ver
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.ahead import said
+from tests.columns import column_tokens
 from tests.slots import open_slots, open_tree
 from tests.tiny import FAMILIES, HYBRIDS
 
@@ -110,7 +111,7 @@ class TreeUnderTest:
         self.tree.commit(path)
         assert self.tree.root == node
         assert self.tree.committed_len == len(committed)
-        assert self.tree.column_tokens() == committed
+        assert column_tokens(self.tree) == committed
         # Under the new root; twins of a child that was fed twice may be unreachable by token, but not gone.
         self.texts = {n: t for n, t in self.texts.items() if n in self.tree._nodes}
         assert self.texts and all(t[: len(committed)] == committed for t in self.texts.values())
@@ -163,7 +164,7 @@ def test_undrafted_text_is_read_in_pieces(loaded: Loaded, family: str, form: Cal
             grown.tree.read(piece, more=number < len(pieces))
             committed += piece
         grown.texts = {grown.tree.root: committed}
-        assert grown.tree.column_tokens() == committed and grown.tree.committed_len == len(committed)
+        assert column_tokens(grown.tree) == committed and grown.tree.committed_len == len(committed)
         grown.check(grown.tree.root)
     grown.feed(3)
     assert grown.worst < ROUNDING
@@ -296,7 +297,7 @@ def test_model_that_drafts_for_itself_is_always_accepted(loaded: Loaded) -> None
             assert output.accepted == len(chain)
             last = tree.feed(nodes[-1:], [chain[-1]])
             tree.commit([*nodes[1:], *last, *tree.feed(last, [output.bonus])])
-            assert tree.column_tokens() == slot.tokens
+            assert column_tokens(tree) == slot.tokens
 
 
 def test_room_ends_with_the_context(loaded: Loaded) -> None:

@@ -43,6 +43,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.schema import Origin
 from outrider.target_worker.worker import TargetWorker
+from tests.columns import column_tokens
 from tests.network.truth import FreshDrafter, Text
 
 HOLDS = {
@@ -309,7 +310,7 @@ class Watch:
         for name, one in running.items():
             self._check_committed(name, one.slot.tokens)
             for part in one._drafting.values():
-                self._check_committed(name, part._work.tree.column_tokens() if part._work is not None else [])
+                self._check_committed(name, column_tokens(part._work.tree) if part._work is not None else [])
             fed = one.slot.fed - worker.runner.is_verifying(one)  # a step may be under way behind one that is not read
             self.judge("columns", fed < len(one.slot.tokens), f"{name}: {fed} of {one.slot.tokens} are fed")
         self.judge("memory", len(texts) == len(running), f"{len(texts)} texts are held for {len(running)} requests")
@@ -317,7 +318,7 @@ class Watch:
 
     def _check_drafter(self, worker: Any) -> None:
         for name, one in worker._running.items():
-            self._check_committed(name, one.work.tree.column_tokens())
+            self._check_committed(name, column_tokens(one.work.tree))
         self._check_memory(worker._drafter.prompt_cache, len(worker._running))
 
     def _check_committed(self, name: str, tokens: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from outrider.drafters.heads.trees import BlockTree
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams
+from tests.columns import column_tokens
 from tests.system.cluster import MIXED, Cluster
 from tests.system.links import VirtualClock
 from tests.system.test_head_ahead import LENGTH, PROMPT, accepted, sampling
@@ -69,7 +70,7 @@ def test_block_heads_cache_equals_a_fresh_read_after_each_round(target: LoadedMo
         assert isinstance(tree, BlockTree)
         if tree._nodes and tree.committed_len > len(PROMPT) and not tree.kv_rows.features.count:
             seen.add(tree.committed_len)
-            assert tree.column_tokens() == list(text[: tree.committed_len])
+            assert column_tokens(tree) == list(text[: tree.committed_len])
             assert tree.kv_rows.feature_positions.tolist() == list(range(tree.kv_rows.features.end))
             assert distance(head, tree, np.stack([told[at] for at in range(tree.kv_rows.features.end)])) < 2e-3
 

@@ -15,6 +15,7 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Branches, Message
 from outrider.protocol.sampling import SamplingParams
+from tests.columns import column_tokens
 from tests.covering import matrix
 from tests.system.cluster import AMPLE, MIXED, UNTIL_IDLE, Cluster, Schedule
 from tests.system.links import intercept
@@ -114,7 +115,7 @@ def test_drafters_cache_holds_the_committed_tokens_every_round(
     seen: list[int] = []
 
     def look(tree: TokenTree, tokens: Sequence[int]) -> None:
-        columns = tree.column_tokens()
+        columns = column_tokens(tree)
         assert columns == list(tokens[: len(columns)])
         if seen and seen[-1] == tree.committed_len:
             return

@@ -14,6 +14,7 @@ from outrider import LocalCluster
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.sampling import SamplingParams
+from tests.columns import column_tokens
 from tests.covering import matrix
 from tests.system.cluster import Cluster, Run
 from tests.system.links import intercept
@@ -90,7 +91,7 @@ def test_drafters_cache_holds_the_committed_tokens(make_cluster: Make, sampling:
     def look(sender: str, message: Message, now_ns: int) -> None:
         for running in cluster.target._running.values():
             parts = list(running._drafting.values())
-            columns = parts[0]._work.tree.column_tokens() if parts else []  # type: ignore[union-attr]
+            columns = column_tokens(parts[0]._work.tree) if parts else []  # type: ignore[union-attr]
             assert columns == running.slot.tokens[: len(columns)]
             seen.append(len(columns))
         handle(sender, message, now_ns)

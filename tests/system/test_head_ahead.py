@@ -18,6 +18,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams
+from tests.columns import column_tokens
 from tests.covering import matrix
 from tests.drafters.pair_feeds import PairFeed, read, slots
 from tests.system.cluster import MIXED, Cluster, Run
@@ -135,7 +136,7 @@ def test_heads_cache_equals_a_fresh_read_after_each_round(
         assert isinstance(tree, PairTree)
         if tree._nodes and tree.committed_len > len(PROMPT):
             seen.add(tree.committed_len)
-            assert tree.column_tokens() == list(text[1 : tree.committed_len])
+            assert column_tokens(tree) == list(text[1 : tree.committed_len])
             rows = np.stack([received_rows[at] for at in range(tree.committed_len - 1)])
             assert distance(head, tree, list(text[: tree.committed_len]), rows) < 2e-3
 

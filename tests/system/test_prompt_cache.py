@@ -11,6 +11,7 @@ from outrider.drafters.drafter import TokenTree
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
+from tests.columns import column_tokens
 from tests.system.cluster import MIXED, Cluster
 from tests.system.same import check_same
 
@@ -35,7 +36,7 @@ Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
 
 
 def true_columns(tree: TokenTree, tokens: Sequence[int]) -> None:
-    held = tree.column_tokens()
+    held = column_tokens(tree)
     assert held == list(tokens[: len(held)]) and len(held) == tree.committed_len
 
 

@@ -27,6 +27,7 @@ from outrider.protocol.messages import (
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
+from tests.columns import column_tokens
 from tests.system.links import FakeLink, answered, deliver_during_a_forward, drafted_chain
 from tests.system.markov import markov
 
@@ -145,7 +146,7 @@ def test_plain_rounds_received_chains_and_own_chains_can_alternate() -> None:
     assert turns > 6
     assert worker_under_test.tokens == TRUTH[: len(worker_under_test.tokens)]
     running = worker_under_test.worker._running["r"]
-    columns = running._drafting["draft"]._work.tree.column_tokens()  # type: ignore[union-attr]
+    columns = column_tokens(running._drafting["draft"]._work.tree)  # type: ignore[union-attr]
     assert columns == TRUTH[: len(columns)]
 
 

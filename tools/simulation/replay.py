@@ -140,9 +140,6 @@ class ReplayTree:
     def room(self) -> int:
         return self._script.context_length - len(self._committed)
 
-    def column_tokens(self) -> list[int]:
-        return list(self._committed)
-
     def child(self, node: int, token: int, given: bool | None = None) -> int | None:
         return self._children.get((node, token))
 
