@@ -33,7 +33,7 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings, Settings, to_flags
-from outrider.protocol.endpoints import Tcp, connect, find_client_keys, receive_event
+from outrider.protocol.endpoints import Tcp, connect, find_client_keys, monitored_socket, receive_event
 from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
 from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, Keyring, parse_key
 from outrider.protocol.messages import Stats, WorkerStats, is_serving
@@ -179,19 +179,12 @@ def wait_until_gone(endpoint: str, keys: Path | None) -> None:
 
     ZeroMQ heartbeats detect a hanging server or a lost machine within a second, and an ended process at once.
     """
-    context: zmq.Context[Any] = zmq.Context.instance()
-    with context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
+    with monitored_socket(CONNECTED | DISCONNECTED) as (socket, monitor):
         socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
-        monitor = socket.get_monitor_socket(CONNECTED | DISCONNECTED)
-        try:
-            connect(socket, endpoint, find_client_keys(endpoint, folder=keys))
-            if monitor.poll(HEARTBEAT_TIMEOUT_MS):
-                while receive_event(monitor)[0] != DISCONNECTED:
-                    pass
-        finally:
-            socket.disable_monitor()
-            monitor.close(linger=0)
+        connect(socket, endpoint, find_client_keys(endpoint, folder=keys))
+        if monitor.poll(HEARTBEAT_TIMEOUT_MS):
+            while receive_event(monitor)[0] != DISCONNECTED:
+                pass
 
 
 def _workers(client: Client) -> tuple[WorkerStats, ...]:

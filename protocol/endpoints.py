@@ -19,7 +19,8 @@ import os
 import re
 import socket as sockets
 import struct
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -377,23 +378,28 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT
         KeyFault: the server refuses the key, has another key than expected, or requires keys and there are none.
         EndpointError: nothing answers.
     """
-    context: zmq.Context[Any] = zmq.Context.instance()
-    with context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        monitor = socket.get_monitor_socket(_HANDSHAKE_EVENTS)
-        try:
-            connect(socket, endpoint, keys)
-            if not monitor.poll(int(1000 * seconds)):
-                raise EndpointError(f"no answer from {endpoint} within {seconds:g} s; expected a running server there")
-            event, _, _ = receive_event(monitor)
-        finally:
-            socket.disable_monitor()
-            monitor.close(linger=0)
+    with monitored_socket(_HANDSHAKE_EVENTS) as (socket, monitor):
+        connect(socket, endpoint, keys)
+        if not monitor.poll(int(1000 * seconds)):
+            raise EndpointError(f"no answer from {endpoint} within {seconds:g} s; expected a running server there")
+        event, _, _ = receive_event(monitor)
     if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
         known = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if not known and not _is_greeted(parse_endpoint(endpoint)):
             raise EndpointError(f"{endpoint} closes connections without an answer; expected a running server there")
         raise _handshake_error(endpoint, keys, known)
+
+
+@contextmanager
+def monitored_socket(events: int) -> Iterator[tuple[Socket, Socket]]:
+    """Yields a socket to connect, and one that receives these events of it; closes both."""
+    context: zmq.Context[Any] = zmq.Context.instance()
+    with context.socket(zmq.DEALER) as socket, socket.get_monitor_socket(events) as monitor:
+        socket.linger = 0
+        try:
+            yield socket, monitor
+        finally:
+            socket.disable_monitor()
 
 
 def receive_event(monitor: zmq.Socket[Any]) -> tuple[int, int, str]:
