@@ -250,6 +250,13 @@ class SamplingParams:
         """True when chains are verified by rejection sampling. At temperature 0 both rules test for equality."""
         return self.rule == "residual" and self.temp > 0
 
+    def require_coupled(self) -> None:
+        """Raises InvalidRequest for residual sampling, which can't be replayed."""
+        if self.is_residual:
+            raise InvalidRequest(
+                "residual sampling can't be replayed: its text may differ each time; expected coupled sampling"
+            )
+
     @property
     def has_penalties(self) -> bool:
         """True when a token's choice depends on earlier tokens in ways other than through the model."""

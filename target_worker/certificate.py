@@ -95,10 +95,7 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     Raises:
         InvalidRequest: the claim has no tokens, tokens outside the vocabulary, or residual sampling.
     """
-    if claim.sampling.is_residual:
-        raise InvalidRequest(
-            "residual sampling can't be replayed: its text may differ each time; expected coupled sampling"
-        )
+    claim.sampling.require_coupled()
     constraint = GrammarCompiler(model.folder).constraint_for(claim.sampling, claim.ends, len(claim.tokens))
     if model.cpu is not None:
         kv_cache = open_kv_cache(model)  # the target's own kernels

@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
     screen = Screen()
     output = _parse_output(_read_output(options) if options.json_file else _generate_output(options, screen), options)
-    _require_coupled(output.sampling)
+    output.sampling.require_coupled()
     model = find_model(output.model, keep_precision=bool(options.gguf_keep_precision))
     text = load_text(model, template=output.chat_template)
     codec, tokens = text.codec, text.tokens(output.prompt)
@@ -181,7 +181,7 @@ def _generate_output(options: argparse.Namespace, screen: Screen) -> dict[str, A
         raise InvalidRequest("there is nothing to verify; expected --json-file, or --prompt to generate an output")
     prompt = prompt_of(options)
     request = request_of(options, prompt)
-    _require_coupled(request.sampling)
+    request.sampling.require_coupled()
     return as_json(generate(options, request, screen, show_text=False), request, prompt, request.chat_template)
 
 
@@ -214,13 +214,6 @@ def _parse_output(found: dict[str, Any], options: argparse.Namespace) -> Output:
     except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise InvalidRequest(f"{options.json_file} can't be used ({why}); expected {EXPECTED_OUTPUT}") from None
-
-
-def _require_coupled(sampling: SamplingParams) -> None:
-    if sampling.is_residual:
-        raise InvalidRequest(
-            "residual sampling can't be replayed: its text may differ each time; expected coupled sampling"
-        )
 
 
 def _format_report(report: Report, own_faults: tuple[str, ...], codec: TextCodec) -> str:
