@@ -80,7 +80,7 @@ class EngineLeases:
 
     async def stats(self) -> Stats:
         """Returns the sum of the statistics of the engines that answer. Raises EndpointError if none does."""
-        places = chain(*await asyncio.gather(*map(self._addresses, self._kinds)))
+        places = chain(*await asyncio.gather(*(asyncio.to_thread(self._addresses, kind) for kind in self._kinds)))
         answers = await asyncio.gather(*(self._client_for(place).stats() for place in places), return_exceptions=True)
         found = []
         for number, stats in enumerate(answers):
@@ -91,11 +91,11 @@ class EngineLeases:
             raise EndpointError(NO_ENGINE_MESSAGE)
         return reduce(_add_stats, found)
 
-    async def _addresses(self, kind: DeploymentHandle[Any]) -> list[EngineAddress]:
-        """Returns the addresses of the engines that answer; `results_async` would have none if one of them hangs."""
+    def _addresses(self, kind: DeploymentHandle[Any]) -> list[EngineAddress]:
+        """Returns the addresses of the engines that answer. It blocks: `results_async` has none if one engine hangs."""
         with suppress(RayError, RayServeException, TimeoutError):
             replies = kind.broadcast("place", self._ingress_key)
-            replied = await asyncio.to_thread(replies.results, timeout_s=LEASE_TIMEOUT_SECONDS, return_exceptions=True)
+            replied = replies.results(timeout_s=LEASE_TIMEOUT_SECONDS, return_exceptions=True)
             return [place for place in replied if isinstance(place, EngineAddress)]
         return []
 
@@ -125,8 +125,7 @@ class EngineLeases:
     def connect(self) -> None:
         """Makes Serve resolve the engines now, so that the first request need not wait for it."""
         for kind in self._kinds:
-            with suppress(RayError, RayServeException, TimeoutError):
-                kind.broadcast("place", self._ingress_key).results(timeout_s=LEASE_TIMEOUT_SECONDS)
+            self._addresses(kind)
 
     def _connect_to(self, place: EngineAddress) -> AsyncClient:
         where = EngineAddress(place.own) if place.own and place.host == self._host else place

@@ -151,27 +151,21 @@ class FleetPlan:
                 parse_reachable(one)
             except EndpointError as error:
                 raise InvalidRequest(f"attached: {error}") from None
-        twice = [one for one, times in Counter(self.attached).items() if times > 1]
-        if twice:
+        if twice := [one for one, times in Counter(self.attached).items() if times > 1]:
             raise InvalidRequest(f"attached names {twice[0]} twice; expected each server once")
         on = self.placed.drafter.on if self.placed is not None else ""
         if on == "none" and (model := self.engine.draft_model) is not None:
             raise InvalidRequest(f"draft_model is {model!r}, and placed.drafter is none; leave out one of the two")
-        if on == "other-host":
-            self._check_other_host()
-
-    def _check_other_host(self) -> None:
+        if on != "other-host":
+            return
         if not self.engine.has_draft_worker:
             raise InvalidRequest(
                 f"placed.drafter is on other-host, and draft_backend {self.engine.draft_backend} has no process of its"
                 " own; expected mlx or coreml"
             )
-        if self.engine.head_in != "target":
-            raise InvalidRequest("engine.head_in needs the drafter on the engine's host; expected on: same-host")
-        if self.engine.drafters > 1:
-            raise InvalidRequest(
-                f"engine.drafters is {self.engine.drafters}, and an engine has one drafter on other-host; expected 1"
-            )
+        for name, only in (("drafters", 1), ("head_in", "target")):
+            if (given := getattr(self.engine, name)) != only:
+                raise InvalidRequest(f"placed.drafter is on other-host, and engine.{name} is {given}; expected {only}")
         if self.engine.lacks_draft_model:
             raise InvalidRequest("placed.drafter has no draft model; expected draft_model in addition to model")
 

@@ -111,10 +111,10 @@ def test_resources_are_converted_to_rays_names():
         ({"placed": {"drafter": "other-host"}, "model": "a"}, "expected draft_model in addition to model"),
         ({"placed": {"drafter": "other-host"}, "model": "gemma3-270m"}, "expected draft_model in addition to model"),
         ({"placed": {"drafter": "other-host"}, "engine": {"draft_backend": "ngram"}}, "has no process of its own"),
-        ({"placed": {"drafter": "other-host"}, "engine": {"drafters": 2}}, "one drafter on other-host; expected 1"),
+        ({"placed": {"drafter": "other-host"}, "engine": {"drafters": 2}}, "engine.drafters is 2; expected 1"),
         (
             {"placed": {"drafter": "other-host"}, "engine": {"draft_backend": "auto", "head_in": "draft-worker"}},
-            "engine.head_in needs the drafter on the engine's host",
+            "engine.head_in is draft-worker; expected target",
         ),
         ({"placed": {"drafter": "none"}, "engine": {"mode": "ssd"}}, "drafter is none: mode ssd needs a drafter"),
         ({"placed": {}, "engine": {"max_actve": 1}}, "engine has the key 'max_actve'; did you mean max_active?"),
