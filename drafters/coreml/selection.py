@@ -228,7 +228,7 @@ def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> 
         case "mlx":
             return ""
         case "auto":
-            return _load_faster_reader(model, progress)
+            return "" if runtimes.unavailable_reason() else _load_faster_reader(model, progress)
         case "coreml":
             packages = Packages(find_model_folder(model), progress)
         case _:
@@ -246,8 +246,6 @@ def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> 
 
 def _load_faster_reader(model: str, progress: ProgressCallback) -> PackageReader | str:
     """Returns the package that a kept measurement found faster than MLX, if it still exists."""
-    if runtimes.unavailable_reason():
-        return ""
     try:
         checkpoint = find_model_folder(model)
         for row in TrialStore(model_digest(checkpoint)).rows:

@@ -152,12 +152,11 @@ class WorkerPool:
         """Returns why requests get less speculation than requested, one note for each reason."""
         abilities = self.target_abilities
         drafters = [worker for worker in self._registry.all() if worker.role == "draft" and worker.spawned]
-        refused = [worker.fault for worker in drafters if worker.state in ("refused", "lost")]
         if not abilities.chains:
             return [clip(f"speculation is off: {abilities.why}")]
+        reasons = [f"no draft model: {one.fault}" for one in drafters if one.state in ("refused", "lost")]
         left_out = [note for one in drafters if one.hello for note in one.hello.abilities.left_out]
-        reasons = (*(f"no draft model: {why}" for why in refused), *left_out, *abilities.left_out)
-        return [clip(note) for note in dict.fromkeys(reasons)]
+        return [clip(note) for note in dict.fromkeys((*reasons, *left_out, *abilities.left_out))]
 
     def drafters(self) -> set[str]:
         """Returns the names of the drafters that are ready."""

@@ -256,21 +256,17 @@ def _architecture_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str,
 
 def _rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | None:
     rope = f"{file.architecture}.rope"
-    is_longrope = "rope_factors_long.weight" in file.tensors  # whose factor follows from the lengths of the context
-    if not is_longrope and (attention := file.number(f"{rope}.scaling.attn_factor", 1.0)) != 1.0:
-        raise ModelError(
-            f"{file.path} scales attention by {attention:g} ({rope}.scaling.attn_factor), which MLX's models can't;"
-            " choose another file of this model"
-        )
-    if "rope_freqs.weight" in file.tensors:
-        return _llama3_scaling(file, config)
-    if is_longrope:
+    if "rope_factors_long.weight" in file.tensors:  # the lengths of the context give its factor of attention
         parts = {
             f"{length}_factor": [float(str(factor)) for factor in _read_floats(file, f"rope_factors_{length}.weight")]
             for length in ("long", "short")
         }
         original = file.size(f"{rope}.scaling.original_context_length")
         return {"type": "longrope", "rope_type": "longrope", "original_max_position_embeddings": original, **parts}
+    if file.number(f"{rope}.scaling.attn_factor", 1.0) != 1.0:
+        raise ModelError(f"{file.path} scales attention ({rope}.scaling.attn_factor); use another file of this model")
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3_scaling(file, config)
     kind = file.text(f"{rope}.scaling.type", "linear")
     factor = file.number(f"{rope}.scaling.factor", file.number(f"{rope}.scale_linear", 1.0))  # an older name
     if kind not in ("none", "linear", "yarn"):

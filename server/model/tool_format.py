@@ -54,8 +54,6 @@ _TEMPLATE_MARKERS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("muse_spark", (("<atem:function_calls>",),)),
     ("json_tools", (("<tool_call>", "tool_call.name"),)),
 )
-_WITHOUT_PARSER = "]<]minimax[>["
-"""Before each tag of MiniMax-M3's calls, which mlx-lm takes for JSON."""
 
 # Of Mistral Small 3.2: an id, which mlx-lm reads as the name; the marks have no names in copies with 3.1's tokenizer.
 _BEFORE_ARGUMENTS = re.compile(r"((\[CALL_ID\]|<SPECIAL_33>)\s*[\w-]+\s*)?(\[ARGS\]|<SPECIAL_32>)")
@@ -162,7 +160,7 @@ def tool_format(template: str | None, vocabulary: Collection[str], named: str | 
         ModelError: the installed mlx-lm does not have the named parser.
     """
     name = named or infer_parser(template, vocabulary)
-    if name is None or (template is not None and _WITHOUT_PARSER in template):
+    if name is None or "]<]minimax[>[" in (template or ""):  # MiniMax-M3's calls, which mlx-lm takes for JSON
         return None
     try:
         module = import_module(f"{_import_parsers()}.{name}")
