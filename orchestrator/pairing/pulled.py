@@ -321,10 +321,8 @@ def _pip_error_reason(stderr: str) -> str:
         return "the file has a wrong SHA-256: the download broke off, or the index has another one; try again"
     if "No module named pip" in stderr:
         return "this Python has no pip; install it (python -m ensurepip, or uv pip install pip)"
-    if "NewConnectionError" in stderr or "ConnectTimeout" in stderr or "No matching distribution" in stderr:
-        return "the package index can't be reached or does not have the package; check pip's settings (`pip config`)"
-    if "ReadTimeoutError" in stderr:
-        return "the package index stopped sending; try again"
+    if any(mark in stderr for mark in ("NewConnectionError", "TimeoutError", "No matching distribution")):
+        return "the package index does not answer, or has no such package; check pip's settings (`pip config`)"
     if os.strerror(errno.ENOSPC) in stderr:
         return f"the disk is full; free some space, or choose other folders with {CACHE_VARIABLE} and TMPDIR"
     lines = ["nothing", *stderr.strip().splitlines()]

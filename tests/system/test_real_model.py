@@ -26,7 +26,7 @@ from outrider.protocol.ngrams import NgramTable
 from outrider.protocol.sampling import Grammar, SamplingParams
 
 NAME = "smollm2"
-UNREACHED = ("the package index can't be reached", "offline mode is on")
+UNREACHED = ("the package index does not answer", "offline mode is on")
 OWN_CACHE = os.environ.get(CACHE_VARIABLE) or os.fspath(cache_folder())
 """The user's own, in which the model may be already; found before tests are given others."""
 SCHEMA = {
