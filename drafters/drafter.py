@@ -1,5 +1,5 @@
 """The interface of drafters, which propose tokens. To add one, implement `Drafter` and `TokenTree` in a new file, and
-add a case to `make_drafter` and a name to the settings.
+add a case to `make_drafter` and its name to `protocol.heads.DRAFTER_BACKENDS`.
 
 A drafter knows tokens and nodes; it knows nothing of sockets, rounds or the outcomes to prepare.
 """
@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, OutriderError
-from outrider.protocol.heads import WORKER_HEADS
+from outrider.protocol.heads import DRAFTER_BACKENDS, WORKER_HEADS
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Halves
 from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
 
-BACKENDS = ("coreml", "mlx", *WORKER_HEADS)
+BACKENDS = (*DRAFTER_BACKENDS, *WORKER_HEADS)
 
 
 class TokenTree(Protocol):
@@ -71,7 +71,8 @@ class TokenTree(Protocol):
         """Returns each node's best continuation. Waits for it."""
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
-        """Returns the `count` best continuations of each node, best first. Waits for them."""
+        """Returns the `count` best continuations of each node, best first; fewer, but at least the best, if it has no
+        others. Waits for them."""
 
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
         """Returns the distributions that the nodes' continuations were drawn from, one row for each node; None without

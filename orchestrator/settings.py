@@ -17,11 +17,11 @@ from typing import Any, TypedDict
 from outrider.protocol import process, values
 from outrider.protocol.endpoints import is_local, parse_endpoint
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.heads import HEAD_KINDS, TARGET_HEADS, WORKER_HEADS
+from outrider.protocol.heads import DRAFTER_BACKENDS, HEAD_KINDS, TARGET_HEADS, WORKER_HEADS
 from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 
 MODES = ("auto", "ar", "sd", "ssd")
-DRAFT_BACKENDS = ("mlx", "coreml", *HEAD_KINDS, "auto", "ngram", "none")
+DRAFT_BACKENDS = (*DRAFTER_BACKENDS, *HEAD_KINDS, "auto", "ngram", "none")
 # Backends that can sample from their distribution, for residual sampling; n-grams and none need no note about that.
 SAMPLING_BACKENDS = ("mlx", "coreml", "ngram", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -226,12 +226,8 @@ class ServeSettings:
         Another implementation of the target (`WORKER_MODULES_VARIABLE`) need not be able to.
         """
         on_target = self.draft_device == "auto" and self.draft_prefill in ("auto", "mlx")
-        return (
-            self.draft_backend == "mlx"
-            and on_target
-            and self.drafters == 1
-            and WORKER_MODULES_VARIABLE not in os.environ
-        )
+        only_one = self.drafters == 1 and WORKER_MODULES_VARIABLE not in os.environ
+        return self.draft_backend == "mlx" and on_target and only_one
 
     @property
     def can_work_ahead(self) -> bool:
@@ -279,7 +275,7 @@ class ServeSettings:
         if self.ngram_table is not None and not self.ngrams:
             yield "ngram_table is not used without ngrams; leave out one of the two settings"
         if self.draft_backend == "none" and self.mode in ("sd", "ssd") and not self.head:
-            yield f"mode {self.mode} needs a drafter; expected a draft_backend that drafts, or mode ar"
+            yield f"mode {self.mode} needs a drafter; expected a draft model, a draft_backend that drafts, or mode ar"
         elif self.mode == "ssd" and not self.can_work_ahead:
             yield NO_SSD_COLOCATED
 

@@ -16,8 +16,6 @@ from outrider.protocol.worker_link import WorkerLink
 if TYPE_CHECKING:
     from outrider.prefill_worker.worker import PrefillWorker
 
-BACKENDS = ("coreml", "mlx")
-
 
 def main() -> int:
     options = _parser().parse_args()
@@ -53,7 +51,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, Prefill
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prefill_worker", description=__doc__)
     worker_link.add_flags(parser, "prefill-0")
-    parser.add_argument("--backend", choices=BACKENDS, default="mlx")
+    parser.add_argument("--backend", choices=["coreml", "mlx"], default="mlx")
     parser.add_argument("--model", required=True, help="the target's model directory")
     return parser
 

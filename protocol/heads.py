@@ -12,13 +12,15 @@ from typing import Any
 
 from outrider.protocol.sampling import MAX_COUNT
 
-HEAD_KINDS = ("dflash", "eagle3", "mtp", "redrafter", "early-exit")
-TARGET_HEADS = ("mtp", "early-exit")
-"""Heads that may be part of a target's own repository; the others have repositories of their own."""
 WORKER_HEADS = ("dflash", "eagle3", "mtp", "redrafter")
 """Heads that can draft in their own process, before the target's rows arrive."""
+HEAD_KINDS = (*WORKER_HEADS, "early-exit")
+TARGET_HEADS = ("mtp", "early-exit")
+"""Heads that may be part of a target's own repository; the others have repositories of their own."""
 _ARCHITECTURE_WORDS = {"eagle3": ("eagle3", "peagle"), "dflash": ("dflash", "dspark", "domino")}
 """Parts of an architecture's name that show the kind of head."""
+DRAFTER_BACKENDS = ("mlx", "coreml")
+"""Drafters of draft workers that are no heads, as users and `drafters.drafter.make_drafter` name them."""
 DRAFT_MODEL = "draft"
 """The draft model's name among drafters, in its own process or in the target's."""
 NGRAM = "ngram"

@@ -51,8 +51,8 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     notes = () if note is None else (note,)
     draft = _find_default_draft(settings, model) if settings.draft_model is None else settings.draft_model
     if draft is None and settings.needs_draft_model:
-        if settings.colocate or settings.draft_backend == "coreml":
-            raise ModelError(f"no draft model comes with {model}; expected --draft-model for colocate or coreml")
+        if settings.colocate or settings.draft_backend not in ("mlx", "auto"):
+            raise ModelError(f"no draft model comes with {model}; expected --draft-model")
         settings = replace(settings, draft_backend="ngram" if settings.ngrams else "none")
         if settings.ngrams and not settings.head and model not in PULLED_MODELS:
             notes = (*notes, "there is no draft model (--draft-model), so drafts come only from n-grams of the text")

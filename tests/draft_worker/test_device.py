@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from outrider.draft_worker import __main__ as program
-from outrider.drafters.drafter import BACKENDS
+from outrider.drafters.drafter import BACKENDS, make_drafter
 from outrider.drafters.mlx import MlxDrafter
+from outrider.protocol.errors import OutriderError
 from tests.system.links import FakeLink
 from tests.system.markov import markov
 
@@ -26,6 +28,13 @@ def test_device_option_keeps_a_drafter_on_the_cpu(monkeypatch, given, chosen):
     monkeypatch.setattr("sys.argv", ["draft_worker", "--endpoint", "ipc:///e", "--model", "m", *given])
     assert program.main() == 7
     assert devices == chosen
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_has_a_case_in_make_drafter(backend: str, tmp_path: Path) -> None:
+    with pytest.raises(OutriderError) as raised:
+        make_drafter(backend, str(tmp_path / "nowhere"), print, target=str(tmp_path / "nowhere"))
+    assert "unknown drafter" not in str(raised.value), f"make_drafter has no case for {backend}"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -21,8 +21,9 @@ from outrider.orchestrator.pairing.model_files import (
 )
 from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import ModelError
+from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.heads import context_length, head_kind
+from outrider.protocol.values import set_field
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +193,19 @@ def test_target_without_draft_model_uses_ngrams_with_a_note(model_folder):
     pair = choose_pair(ServeSettings(model=str(model_folder)))
     assert pair.draft is None and pair.settings.draft_backend == "ngram"
     assert "no draft model (--draft-model)" in pair.notes[0]
+
+
+def test_named_drafter_without_a_draft_model_is_not_replaced_by_ngrams(model_folder):
+    for backend in ("coreml", "new"):
+        settings = ServeSettings(model=str(model_folder), draft_backend="coreml")
+        set_field(settings, "draft_backend", backend)
+        with pytest.raises(ModelError, match=r"no draft model comes with .*; expected --draft-model$"):
+            choose_pair(settings)
+
+
+def test_speculation_without_draft_model_and_ngrams_asks_for_a_draft_model(model_folder):
+    with pytest.raises(InvalidRequest, match="mode ssd needs a drafter; expected a draft model, a draft_backend that"):
+        choose_pair(ServeSettings(model=str(model_folder), mode="ssd", ngrams=False))
 
 
 def test_backends_without_a_draft_model_choose_none():
