@@ -213,8 +213,8 @@ def make_ort_forward(head: Head, target: LoadedModel) -> OrtForward | None:
         return None
     try:
         with wrap_model_errors("ONNX Runtime's forwards of the head", logging.INFO):
-            decoder = head.decoder(DecoderLayers.of(target.model, target.model_type))
-            forward = OrtForward(replace(decoder, factor=1.0, rounded=True))
+            layers = head.decoder(DecoderLayers.of(target.model, target.model_type))
+            forward = OrtForward(replace(layers, factor=1.0, residual_factor=1.0, output_factor=1.0, rounded=True))
             width = head.points.count * int(HeadTarget.of(target).config["hidden_size"])
             rows = np.random.default_rng(0).standard_normal((_NUM_TEST_FEATURES, width))
             features = np.array(head.fuse(mx.array(rows, mx.float32)).astype(mx.float32))

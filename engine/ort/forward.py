@@ -138,10 +138,8 @@ class OrtForward:
         """Opens the sessions. Raises ModelError if ONNX Runtime can't compute these modules."""
         layout = Layout.of(decoder)
         self._sessions = Sessions.open(partial(_build, decoder, layout, rounds_per_token(cached)), cached)
-        self._heads = layout.heads
-        self.shapes, self._ropes, self._masks = layout.shapes, layout.ropes, layout.masks
-        self.quantised, self.width, self._outputs = layout.quantised, layout.width, layout.outputs
-        self.kv_dtype = layout.kv_dtype
+        self._layout, self.shapes, self.kv_dtype = layout, layout.shapes, layout.kv_dtype
+        self.quantised, self.width = layout.quantised, layout.width
         self.columns = [mx.array(np.zeros((1, s.kv_heads, 1, s.width), self.kv_dtype)) for s in self.shapes]
         self._head_tokens = np.array(decoder.tokens) if decoder.tokens is not None else None
         self.vocab_size = decoder.vocab_size
@@ -203,7 +201,7 @@ class OrtForward:
         features: Array | None,
     ) -> dict[str, Array]:
         """Feeds the segments of one run (`_split_into_runs`) in one forward; see `__call__`."""
-        arrangement = _Arrangement.of(segments, max(len(tokens), self.min_rows), self._heads)
+        arrangement = _Arrangement.of(segments, max(len(tokens), self.min_rows), self._layout.heads)
         self._tabulate_angles(max(arrangement.total, arrangement.positions_end))
         x = self._embedding(tokens)
         inputs = {"x": x} if features is None else {"x": x, "features": np.ascontiguousarray(features)}
@@ -213,9 +211,9 @@ class OrtForward:
         padded_indices = np.zeros(max(len(logits_indices), self.min_rows if len(logits_indices) else 0), np.int64)
         padded_indices[: len(logits_indices)] = logits_indices
         inputs |= {"logits_indices": padded_indices, **arrangement.inputs}
-        for number, window in enumerate(self._masks):
+        for number, window in enumerate(self._layout.masks):
             inputs[f"mask{number}"] = _mask(segments, arrangement, window, self.kv_dtype)
-        outputs = {"logits": np.empty((len(padded_indices), self._outputs), np.float32)}
+        outputs = {"logits": np.empty((len(padded_indices), self._layout.outputs), np.float32)}
         if features is not None:
             outputs["hidden"] = np.empty((len(padded_indices), self.width), np.float32)
         outputs |= {f"layer{i}": np.empty((arrangement.flat, self.width), np.float32) for i in tapped}
@@ -276,7 +274,7 @@ class OrtForward:
         if self._angles and count <= len(self._angles[0][0]):
             return
         positions = -(-2 * count // _ANGLE_BLOCK_POSITIONS) * _ANGLE_BLOCK_POSITIONS
-        tables = [rope_angles(rope, width, positions).astype(self.kv_dtype) for rope, width in self._ropes]
+        tables = [rope_angles(rope, width, positions).astype(self.kv_dtype) for rope, width in self._layout.ropes]
         self._angles = [(cos, sin) for cos, sin in tables]
         self._bindings.clear()
 

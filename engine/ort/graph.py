@@ -141,6 +141,9 @@ class Builder:
         self.constants[name] = numpy_helper.from_array(np.asarray(value), name)
         return name
 
+    def scale(self, x: str, factor: float) -> str:
+        return x if factor == 1 else str(self.op("Mul", x, self.weight(np.array(factor, np.float32))))
+
     def linear(self, x: str, layers: Sequence[nn.Module]) -> str:
         """Adds layers with the same input x [R, K], concatenated: [R, sum of N]. Layers of one form are one product."""
         first = layers[0]
@@ -260,12 +263,13 @@ def build(decoder: DecoderLayers, layout: Layout, exact: bool = False, per_token
             n = b.add_and_norm(res, added, layer.input_layernorm, f"layer{number - 1}")
             res = f"layer{number - 1}"
         o = _attention(b, n, layer.self_attn, shape, number, (f"cos{rope}", f"sin{rope}"), mask)
+        o = b.scale(o, decoder.residual_factor)
         has_four_norms = "pre_feedforward_layernorm" in layer  # norms before and after attention and MLP
         if has_four_norms:
             o = b.norm(o, layer.post_attention_layernorm)
         between = layer["pre_feedforward_layernorm" if has_four_norms else "post_attention_layernorm"]
         n, res = b.add_and_norm(res, o, between, f"middle{number}"), f"middle{number}"
-        added = _mlp(b, n, layer.mlp, number, gelu=has_four_norms)
+        added = b.scale(_mlp(b, n, layer.mlp, number, gelu=has_four_norms), decoder.residual_factor)
         if has_four_norms:
             added = b.norm(added, layer.post_feedforward_layernorm)
     last = f"layer{len(layers) - 1}"
@@ -273,7 +277,7 @@ def build(decoder: DecoderLayers, layout: Layout, exact: bool = False, per_token
     rows = b.op("Gather", last, "logits_indices", axis=0)
     normed = b.norm(rows, decoder.norm)
     b.op("Identity", normed if decoder.gives_normed else rows, outputs=["hidden"])
-    b.op("Identity", b.linear(normed, [decoder.output]), outputs=["logits"])
+    b.op("Identity", b.linear(b.scale(normed, decoder.output_factor), [decoder.output]), outputs=["logits"])
     return Graph(_proto(b, layout, decoder.begin is not None), b.weights, b.biases)
 
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "smollm3", "granite", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
+"""The check at load compares a few tokens only: what a type does at later positions must be known to `ort.graph`."""
 
 _HEAD_WIDTH_STEP = 16  # of GroupQueryAttention with a rope
 _PROBED_POSITIONS = (0, 3, 700)
@@ -44,16 +45,18 @@ class LayerShape:
 
     @classmethod
     def of(cls, attention: nn.Module, window: int | None) -> LayerShape:
-        return cls(int(attention.n_kv_heads), _input_width(attention.o_proj) // int(attention.n_heads), window)
+        weight, bits = attention.o_proj.weight, getattr(attention.o_proj, "bits", 32)  # quantised weights are packed
+        return cls(int(attention.n_kv_heads), int(weight.shape[1]) * 32 // bits // int(attention.n_heads), window)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayers:
     """The modules that a graph computes. `windows`: each layer's; None: it sees all tokens.
 
-    `factor`: embeddings are multiplied by it. `output` computes the logits of all tokens, or only of these `tokens`, of
-    a vocabulary of `vocab_size`. `begin`: builds the input of a head, which reads features besides tokens;
-    `gives_normed`: the head's vectors are returned after the norm. `rounded`: dense layers are rounded to 8 bits.
+    `factor`: embeddings are multiplied by it; `residual_factor`: what attention and MLP add; `output_factor`: the input
+    of `output`, which computes the logits of all tokens, or only of these `tokens`, of a vocabulary of `vocab_size`.
+    `begin`: builds the input of a head, which reads features besides tokens; `gives_normed`: the head's vectors are
+    returned after the norm. `rounded`: dense layers are rounded to 8 bits.
     """
 
     layers: Sequence[nn.Module]
@@ -64,6 +67,8 @@ class DecoderLayers:
     vocab_size: int
     tokens: mx.array | None = None
     factor: float = 1.0
+    residual_factor: float = 1.0
+    output_factor: float = 1.0
     begin: InputBuilder | None = None
     gives_normed: bool = False
     rounded: bool = False
@@ -74,17 +79,21 @@ class DecoderLayers:
         with as_model_error():
             backbone, layers = find_backbone(model)
             windows = [window_of(cache) for cache in make_prompt_cache(model)]
+            if sum(getattr(layer, "use_sliding", False) for layer in layers) > sum(map(bool, windows)):
+                raise TypeError("it has layers with a window, but their caches keep all tokens")
             norm, table = find_final_norm(backbone), find_embedding(backbone)
             own, tokens = find_lm_head(model), None
             output = table if own is None else own
             vocab_size = int(output.vocab_size if isinstance(output, ReducedLMHead) else output.weight.shape[0])
             if isinstance(output, ReducedLMHead):
                 output, tokens = output.rows, output.tokens
-            factor = 1.0
+            factor = getattr(backbone, "embedding_multiplier", 1.0)  # this and the next two: Granite's
+            residual_factor = getattr(layers[0], "residual_multiplier", 1.0)
+            output_factor = 1.0 / getattr(model, "logits_scaling", 1.0)
             if model_type.startswith("gemma3"):
-                rounded = mx.array(int(norm.weight.size) ** 0.5, mx.bfloat16).astype(mx.float32)
-                factor = float(rounded.item())  # type: ignore[arg-type]
-            return cls(layers, windows, table, norm, output, vocab_size, tokens, factor)
+                factor = mx.array(int(norm.weight.size) ** 0.5, mx.bfloat16).astype(mx.float32).item()
+            factors = factor, residual_factor, output_factor
+            return cls(layers, windows, table, norm, output, vocab_size, tokens, *factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +175,6 @@ def dequantise(q: Array, scales: Array, biases: Array, bits: int) -> Array:
 def to_numpy(array: mx.array) -> Array:
     """Returns a float32 copy that numpy owns."""
     return np.array(array.astype(mx.float32), dtype=np.float32)
-
-
-def _input_width(layer: nn.Module) -> int:
-    """Returns the width of a layer's input."""
-    if isinstance(layer, nn.QuantizedLinear):
-        return int(layer.scales.shape[1] * layer.group_size)
-    return int(layer.weight.shape[1])
 
 
 def rope_angles(rope: nn.Module, width: int, count: int) -> Array:

@@ -179,9 +179,7 @@ def _write_graph(graph: Graph, folder: Path) -> None:
     options.optimized_model_filepath = cached.file
     for key, value in _SAVE_OPTIONS.items():
         options.add_session_config_entry(key, value)
-    weights = _to_ort_values(graph)
-    options.add_external_initializers(list(weights), list(weights.values()))
-    _create_session(graph.proto, options)
+    _create_session(graph.proto, options, _to_ort_values(graph))
     if graph.biases:
         exact_biases.write(Path(cached.file), cached.weights, graph.biases)
 
@@ -196,9 +194,7 @@ def _open_session(source: bytes | str, weights: dict[str, Any] | None, core: int
     options = _make_options(num_threads() + (core is not None))
     if core is not None:
         options.add_session_config_entry("session.intra_op_thread_affinities", str(core + 1))
-    if weights:
-        options.add_external_initializers(list(weights), list(weights.values()))
-    return _create_session(source, options)
+    return _create_session(source, options, weights)
 
 
 def _make_options(count: int) -> Any:
@@ -211,7 +207,9 @@ def _make_options(count: int) -> Any:
     return options
 
 
-def _create_session(source: bytes | str, options: Any) -> Any:
+def _create_session(source: bytes | str, options: Any, weights: dict[str, Any] | None) -> Any:
+    if weights:
+        options.add_external_initializers(list(weights), list(weights.values()))
     try:
         return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its bindings raise classes without a common base

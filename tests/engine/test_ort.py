@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 
 Loaded = Callable[..., LoadedModel]
 Quantised = Callable[..., LoadedModel]
-SERVED = ["llama", "llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
+SERVED = ["llama", "llama3", "mistral", "smollm3", "granite", "qwen2", "qwen3", "phi3", "gemma3_text"]
 NATIVE = [(4, 32), (4, 64), (4, 128), (5, 32), (8, 32)]
 sums_fit = pytest.mark.skipif(
     platform.machine() == "x86_64" and not any("vnni" in flag or "amx" in flag for flag in cpu_flags()),
@@ -195,6 +195,8 @@ def test_rest_of_the_biases_is_coded_within_a_quarter_of_a_step(bits: int, shape
         ("llama", 4, 32, "native", False),
         ("llama", 8, 64, "native", False),
         ("qwen3", 4, 64, "native", False),
+        ("smollm3", 4, 64, "native", False),
+        ("granite", 4, 64, "uneven", False),
         ("gemma3_text", 4, 32, "uneven", False),
         pytest.param("llama", 4, 32, "uneven", True, marks=sums_fit),
         pytest.param("gemma3_text", 8, 64, "native", True, marks=sums_fit),
@@ -524,6 +526,15 @@ def test_mlx_does_not_compute_a_model_that_memory_ran_out_for(
     monkeypatch.setattr(ort_forward, "OrtForward", run_out)
     with pytest.raises(ModelError, match="does not fit in memory"):
         load(tiny_model("llama"))
+
+
+def test_window_of_a_layer_whose_cache_keeps_all_tokens_is_left_to_mlx(
+    loaded: Loaded, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of SmolLM3's sliding layers: the graph would let them see all tokens, which the check's few do not show."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    assert loaded("smollm3", layer_types=kinds, sliding_window=8).cpu is None
+    assert "it has layers with a window, but their caches keep all tokens" in caplog.text
 
 
 def test_layer_that_the_graph_does_not_know_is_refused(loaded: Loaded) -> None:
