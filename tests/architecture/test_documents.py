@@ -132,8 +132,8 @@ def test_log_page_index_lists_each_entry_once(log: Path) -> None:
 
 
 def test_messages_page_is_up_to_date() -> None:
-    """Written by `python -m tools.messages --write docs/messages.md`."""
-    assert (ROOT / "docs" / "messages.md").read_text() == messages.render_page()
+    written = (ROOT / "docs" / "messages.md").read_text()
+    assert written == messages.render_page(), "run: python -m tools.messages --write docs/messages.md"
 
 
 def test_collected_messages_include_errors_help_log_lines_and_notes() -> None:

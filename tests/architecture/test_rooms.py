@@ -198,7 +198,8 @@ def test_subfolders_import_only_allowed_subfolders(house, folder):
 
 @pytest.mark.parametrize(("folder", "order"), IN_ORDER.items())
 def test_ordered_modules_import_only_earlier_ones(folder, order):
-    assert {Path(path).stem for path in modules(folder)} == {*order, "__init__"}
+    unordered = {Path(path).stem for path in modules(folder)} ^ {*order, "__init__"}
+    assert not unordered, f"{unordered}: enter each module of {folder} in IN_ORDER, after those that it imports"
     for number, name in enumerate(order):
         beyond = set(order[number:]) & inner(
             modules(folder)[f"{folder}/{name}.py"], f"outrider.{folder.replace('/', '.')}"

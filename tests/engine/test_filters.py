@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from outrider.engine import steps
+from outrider.engine.sampling import Sampler
 from outrider.protocol.sampling import SamplingParams
 from tests.warp import warp
+
+FILTERS = {"top_p": 0.5, "min_p": 0.5, "top_k": 3}
+OTHERS = {
+    "max_tokens", "min_tokens", "temp", "repetition_penalty", "repetition_context_size", "presence_penalty",
+    "presence_context_size", "frequency_penalty", "frequency_context_size", "logit_bias", "seed", "stop", "ignore_eos",
+    "rule", "saguaro", "q_width", "grammar", "logprobs", "prompt_logprobs",
+}  # fmt: skip
+
+
+def test_every_sampling_parameter_that_excludes_tokens_is_one_of_the_filters() -> None:
+    """Three functions must know a filter: for MLX, for numpy, and `Sampler.filters`. Else it acts only at times."""
+    unknown = {field.name for field in fields(SamplingParams)} - FILTERS.keys() - OTHERS
+    assert not unknown, f"enter {unknown} in FILTERS above if they exclude tokens, else in OTHERS"
+    logits = np.linspace(0, 3, 20, dtype=np.float32)[None]
+    for name, value in FILTERS.items():
+        params = SamplingParams(temp=0.7, seed=1, **{name: value})
+        by_mlx, by_numpy = np.array(warp(mx.array(logits), None, params)), steps.filter_logits(logits, params)
+        assert Sampler(params, 20).filters and 1 < np.isfinite(by_mlx).sum() < 20, name
+        assert (np.isfinite(by_mlx) == np.isfinite(by_numpy)).all(), name
 
 
 @pytest.mark.parametrize("vocab_size", [8, 300, 4097])

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.sampling import Grammar, SamplingParams
+from outrider.protocol.sampling import Grammar, SamplingFields, SamplingParams
+
+
+def test_keywords_are_the_fields_and_another_name_of_temp() -> None:
+    keywords = SamplingFields.__annotations__.keys() - {"temperature"}
+    single = {field.name for field in fields(SamplingParams)} ^ keywords
+    assert not single, f"only one of SamplingFields and SamplingParams has {single}"
 
 
 def test_top_p_of_zero_is_greedy() -> None:

@@ -735,6 +735,8 @@ def test_openapi_has_every_path_and_its_errors(ask: Ask) -> None:
         "/apply-template", f"{RESPOND}/input_tokens",
         "/health", "/ready", "/version", "/metrics",
     }  # fmt: skip
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    assert not [path for path in described["paths"] if f"{path}`" not in page], "docs/server.md lists all under Paths"
     for path in PATHS:
         assert {"200", "400", "401", "404", "413", "429", "503"} <= set(described["paths"][path]["post"]["responses"])
     assert "422" not in json.dumps(described)

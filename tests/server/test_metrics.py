@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from outrider.protocol.messages import Stats, Timings, WorkerStats
 from outrider.server.metrics import ERROR_KINDS, process_metrics
 from tests.server.running_server import RunningServer
 
+PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 TALK = [{"role": "user", "content": "hi"}]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -54,6 +56,14 @@ def test_names_types_and_helps_follow_prometheus_conventions(pair: RunningServer
             assert {sample.name.removeprefix(family.name) for sample in family.samples} <= {"_total"}, family.name
         if family.type == "histogram" and not family.name.endswith("_tokens"):
             assert family.name.endswith("_seconds")
+
+
+def test_every_metric_is_documented(pair: RunningServer) -> None:
+    """By its full name, or one of those by position by the end of it."""
+    for family in text_string_to_metric_families(metrics(pair)):
+        name = family.name.removeprefix("outrider:") + ("_total" if family.type == "counter" else "")
+        known = f"`{name}`" in PAGE or ("_per_pos" in name and "_per_pos_total`" in PAGE)
+        assert known, f"docs/server.md has no line for {name} under Metrics"
 
 
 def test_failures_are_counted_by_errors_only() -> None:
