@@ -56,14 +56,14 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     kv_cache = leader.open_shared_kv_cache(model) if leader is not None else None
     own, ngrams = (options.drafter, options.ngrams) if found.chains else ((), None)
     loaded = in_process_drafters.load(own, model, report, leader is None, ngrams=ngrams)
-    found = replace(found, ngrams=NGRAM in loaded.drafters, drafters=loaded.infos, left_out=loaded.left_out)
+    publisher, features, note = _publisher(options.publish_features, model, report, leader is None)
+    left_out = (*loaded.left_out, note) if publisher is not None and note else loaded.left_out
+    found = replace(found, ngrams=NGRAM in loaded.drafters, drafters=loaded.infos, left_out=left_out)
     notes = [f"drafting in this process with {info.model}" for info in loaded.infos]
-    notes += [*loaded.left_out, *loaded.warnings]
+    notes += [*loaded.left_out, *loaded.notes, note, leader.note if leader is not None else ""]
     drafters = in_process_drafters.InProcessDrafters(loaded.drafters)
     memory.set_limits(model.weight_bytes + drafters.weight_bytes)  # each load has set them for one model only
-    publisher, features, note = _publisher(options.publish_features, model, report, leader is None)
     worker = TargetWorker(link, model, drafters, kv_cache, leader, publisher)
-    notes += [note, leader.note if leader is not None else ""]
     if found.chains and not worker.verifies_trees:
         notes.append("drafts are verified as chains, not as trees")
     hello = Hello(

@@ -216,12 +216,12 @@ def _usable_prefix_length(slot: CacheSlot, drafts: Sequence[HeadDraft], length: 
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafters:
-    """The loaded drafters by name, a note for each drafter that was left out, and the drafters' own notes."""
+    """The loaded drafters by name, a sentence for each that was left out or is weak, and the others' own notes."""
 
     drafters: Mapping[str, InProcessProposer]
     infos: tuple[workers.InProcessDrafter, ...] = ()
     left_out: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def load(
@@ -238,7 +238,7 @@ def load(
     the tokens of the one before are known, and n-grams in between would have to wait for them.
     """
     drafters: dict[str, InProcessProposer] = {}
-    infos, left_out, warnings = [], [], []
+    infos, left_out, notes = [], [], []
     for name, (kind, path) in zip(unique_names(kind for kind, _ in wanted), wanted, strict=True):
         try:
             if kind == DRAFT_MODEL:
@@ -249,7 +249,10 @@ def load(
             left_out.append(f"drafter {name} is not used: {error}")
             continue
         drafters[name] = drafter
-        warnings += [drafter.note] if drafter.note else []
+        if isinstance(drafter, HeadDrafter) and drafter.is_weak:
+            left_out.append(f"drafter {name}: {drafter.note}")
+        elif drafter.note:
+            notes.append(drafter.note)
         agreement = -1.0 if drafter.agreement is None else drafter.agreement
         weight = _relative_cost(drafter, model)
         is_head = isinstance(drafter, HeadDrafter)
@@ -259,7 +262,7 @@ def load(
             drafters[NGRAM] = NgramDrafter(NgramTable.load(ngrams) if ngrams else None)
         except OutriderError as error:
             left_out.append(str(error))
-    return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(warnings))
+    return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(notes))
 
 
 def _relative_cost(drafter: InProcessModel | HeadDrafter, model: LoadedModel) -> float:

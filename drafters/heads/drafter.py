@@ -51,8 +51,8 @@ UNTRAINED_PREFIX_NOTE = (
 class HeadDrafter:
     """A `Drafter` with `head`, and a drafter in the target's process.
 
-    `note` is a note for users; `agreement` how often the head predicted the target's next token in a trial, if there
-    was one; `features` the required source of the features.
+    `note` is a note for users; `is_weak`: it says why few drafts will be accepted. `agreement`: how often the head
+    predicted the target's next token in a trial, if there was one; `features`: the required source of the features.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class HeadDrafter:
         """`vocab_size`: the target's. `cpu` computes the head's forwards; None: MLX does."""
         self.head, self.note, self.agreement, self.backend, self.features = head, note, agreement, backend, features
         self.vocab_size, self.context_length, self.weight_bytes = vocab_size, head.context_length, head.weight_bytes
+        self.is_weak = bool(note)
         self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
         self.kv_cache = make_kv_cache(head, cpu)

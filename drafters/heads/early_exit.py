@@ -10,7 +10,6 @@ there is none. `measure_agreements` measures how often its first layers predict 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +48,6 @@ from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
-
-log = logging.getLogger(__name__)
 
 _MAX_CHAIN_TOKENS = 8
 _TRIAL_TOKENS = 64
@@ -205,9 +202,10 @@ class ExitDraft(HeadDraft):
 class ExitDrafter(HeadDrafter):
     """A `HeadDrafter` that drafts in the target's KV cache."""
 
-    def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float) -> None:
+    def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float, is_weak: bool) -> None:
         self.layers = FirstLayers(target.model, exit.exit_layer)
         super().__init__(exit, target.vocab_size, note, agreement=agreement)
+        self.is_weak = is_weak
 
 
 def load(folder: Path, target: LoadedModel) -> ExitDrafter:
@@ -245,8 +243,7 @@ def _load_best_exit(target: LoadedModel, count: int) -> ExitDrafter:
     note = f"drafting with the first {layers} of {count} layers: {shares[layers]:.0%} of a trial text's tokens agree"
     if gains[layers] < 1:
         note += ": few drafts will be accepted; use a model trained for early exit (LayerSkip), or an adapter"
-        log.warning("%s", note)
-    return ExitDrafter(_make_exit(target, layers), target, note, shares[layers])
+    return ExitDrafter(_make_exit(target, layers), target, note, shares[layers], gains[layers] < 1)
 
 
 def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
@@ -269,7 +266,7 @@ def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDra
         note += f"; {other}"
     if agreement < _MIN_AGREEMENT:
         note += ": few drafts will be accepted; use an adapter trained for this target"
-    return ExitDrafter(exit, target, note, agreement)
+    return ExitDrafter(exit, target, note, agreement, bool(other) or agreement < _MIN_AGREEMENT)
 
 
 def _check_target(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:

@@ -29,6 +29,7 @@ class HeadModule(nn.Module):  # type: ignore[misc]
     """Shapes: T pairs, R rows, W the width of features, H that of the head, V the target's vocabulary.
 
     `points`: where the target is tapped. `reach`: the number of newest pairs that the draft depends on; None: all.
+    A head with an output layer of its own names it `lm_head`; others need the target's, which ranks have in parts.
     """
 
     points: HiddenStatePoints

@@ -83,8 +83,6 @@ def load(
             trial = measure_agreement(head, model, cpu)
             warnings = filter(None, (find_target_mismatch(find_model_folder(path), model.folder), trial.warning))
             warning, agrees = "; ".join(warnings), trial.own
-    if warning:
-        log.warning("%s", warning)
     drafter = HeadDrafter(head, model.vocab_size, warning, cpu, agrees)
     if cpu is not None:
         head.release()

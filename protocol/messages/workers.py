@@ -52,8 +52,8 @@ class Abilities(Record, frozen=True):
     Without `chains` it decodes one token at a time, and `why` explains it. `own_caches`: the model keeps its own caches
     instead of the simpler ones that roll back at once. `takes_kv`: it can continue from keys and values of a prefill
     worker. `trees`: it verifies trees of drafts, too. `ngrams`: it looks n-grams up itself, as the drafter `ngram`.
-    `drafters` are the others in its process; `left_out` has a sentence for each that was requested and could not be
-    used.
+    `drafters` are the others in its process; `left_out` has a sentence for each that was requested and can't be used,
+    or whose drafts will rarely be accepted.
     """
 
     chains: bool = True

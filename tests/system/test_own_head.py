@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
+
+import mlx.core as mx
+import pytest
 
 from outrider import LocalCluster
 from outrider.protocol.sampling import SamplingParams
@@ -42,6 +46,21 @@ def test_head_in_the_draft_worker_drafts_without_changing_the_text(tmp_path: Pat
                     by_head = client.generate([40, 41, 42], params, mode=mode)
         by_name = {worker.name: worker for worker in client.stats().workers}
         assert by_name["draft-0"].backend == "eagle3" and by_name["draft-0"].state == "ready"
+
+
+@pytest.mark.parametrize("head_in", ["target", "draft-worker"])
+def test_head_that_does_not_agree_with_the_target_is_noted(tmp_path: Path, head_in: str) -> None:
+    head = write_feature_head(tmp_path / "head", markov_llama(tmp_path / "target"))
+    weights = cast("dict[str, mx.array]", mx.load(str(head / "model.safetensors")))
+    weights["lm_head.weight"] = -weights["lm_head.weight"]
+    mx.save_safetensors(str(head / "model.safetensors"), weights)
+    with LocalCluster(
+        model=tmp_path / "target", draft_model=head, draft_backend="eagle3", head_in=head_in, ngrams=False, memory=False
+    ) as cluster:
+        drafted, plain = (cluster.client().generate([40, 41], max_tokens=4, mode=mode).notes for mode in ("sd", "ar"))
+        notes = [note for note in cluster.notes if "few drafts will be accepted" in note]
+    assert len(notes) == 1 and "the head agrees with the target on 0% of the tokens of a trial" in notes[0]
+    assert notes[0] in drafted and notes[0] not in plain
 
 
 def test_block_head_in_the_draft_worker_notes_untrained_blocks(tmp_path: Path) -> None:
