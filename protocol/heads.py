@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says of it: the kind of head that it is, and its context length.
+"""The names of drafters, and what a checkpoint's config.json says of it: its kind of head and its context length.
 
 Knows names only; `drafters.heads` computes.
 """

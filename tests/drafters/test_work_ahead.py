@@ -15,7 +15,7 @@ from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, start_drafting
 from outrider.protocol.sampling import SamplingParams
 from tests.alone import advanced, continued
 from tests.columns import column_tokens
-from tools.simulation.replay import ReplayDrafter, Script
+from tools.simulation.replay import ReplayDrafter, ReplayTree, Script
 
 PROMPT = tuple(range(10, 20))
 TEXT = PROMPT + tuple(random.Random(0).randrange(1, 200) for _ in range(300))
@@ -48,6 +48,22 @@ def test_branches_grow_to_full_depth_for_distinct_outcomes(chain_length: int) ->
     for accepted, bonus in last:
         assert 0 <= accepted <= chain_length
         assert accepted == chain_length or bonus != chain[accepted]
+
+
+@pytest.mark.parametrize("policy", FAN_OUT_POLICIES)
+@pytest.mark.parametrize("min_prob", [1.0, 0.01])
+def test_drafter_that_knows_only_its_best_tokens_prepares_those(
+    policy: str, min_prob: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `TokenTree.candidates` allows: of n-grams for example nothing ranks second."""
+    ranked = ReplayTree.candidates
+    monkeypatch.setattr(ReplayTree, "candidates", lambda *given: [found[:1] for found in ranked(*given)])
+    tree = ReplayDrafter(SCRIPT).open(PROMPT, SamplingParams())
+    work = WorkAhead(tree, (), FAN_OUT_POLICIES[policy], Calibration())
+    work.commit((), BranchTask(None, 4, min_prob=min_prob))
+    chain = continued(work, 5).line
+    work.commit((), BranchTask(chain[:4], 3, 10, min_prob=min_prob))
+    assert {entry.committed for ready in finish(work) for entry in ready.entries} == {chain}
 
 
 def test_each_token_of_a_branch_comes_with_the_probability_that_it_is_accepted() -> None:
