@@ -71,8 +71,8 @@ Models = Mapping[str, object]
 # A drafter that was lost this often in a row while it drafted for a request, without an answer, is not taken back.
 MAX_LOSSES = 2
 
-TARGET_MESSAGES = (Outcome, Features, Prefilled, Resync, Fault)
-DRAFTER_MESSAGES = (Branches, Drafted, Prefilled, Resync, Fault)
+TargetMessage = Outcome | Features | Prefilled | Resync | Fault
+DrafterMessage = Branches | Drafted | Prefilled | Resync | Fault
 LATE = "late"
 INVALID_KINDS = {
     "role": "messages that drafters must not send",
@@ -140,8 +140,8 @@ class SentTasks:
         """
         runs = request is not None and getattr(message, "epoch", request.round.epoch) == request.round.epoch
         if from_target:
-            return "" if runs and isinstance(message, TARGET_MESSAGES) else LATE
-        if not isinstance(message, DRAFTER_MESSAGES):
+            return "" if runs and isinstance(message, TargetMessage) else LATE
+        if not isinstance(message, DrafterMessage):
             return "role" if hasattr(message, "request") else LATE  # other messages are handled by the pool
         name = message.request or ""
         tasks = self._tasks.get(name, {}).get(sender)
@@ -424,7 +424,7 @@ def _chain_to_prepare(request: Request) -> tuple[int, ...] | None:
     return proposal.line if request.plan.mode == "ssd" and under_way and not proposal.autonomous else None
 
 
-def _invalid_kind(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resync | Fault, vocab: int) -> str:
+def _invalid_kind(tasks: RequestTasks, message: DrafterMessage, vocab: int) -> str:
     """Returns the kind of an invalid message, or LATE; empty: it is valid."""
     match message:
         case Fault():
