@@ -89,7 +89,7 @@ class HttpSettings:
     port: int = count(8080, 0, 65535, HTTP, "PORT", help="port to listen on; 0: any free port")
     api_keys: tuple[str, ...] = setting(
         (), _check_api_keys, HTTP, "KEY", flag="api-key",
-        help="require this key from clients; repeatable (default: OUTRIDER_API_KEY in the environment, else none)",
+        help="require this key, or one in OUTRIDER_API_KEY, from clients; repeatable",
     )  # fmt: skip
     model_names: tuple[str, ...] = setting(
         (), _check_model_names, HTTP, "NAME", flag="served-model-name",
@@ -103,13 +103,13 @@ class HttpSettings:
         None, values.check_text, HTTP, "FILE", help="certificate (PEM), to serve HTTPS with --tls-key (default: HTTP)"
     )
     tls_key: str | None = setting(None, values.check_text, HTTP, "FILE", help="private key (PEM) of --tls-cert")
-    max_body_mb: int = count(32, 1, 4096, HTTP, "MB", help="largest accepted request")
+    max_body_mb: int = count(32, 1, 4096, HTTP, "MB", help="maximum size of a request's body")
     request_timeout: int | None = count(
         None, 1, MAX_WAIT_SECONDS, HTTP, "SECONDS", help="cancel answers that take longer (default: no limit)"
     )
     max_streams_per_key: int | None = count(
         None, 1, 1_000_000, HTTP,
-        help="the most answers at a time for each API key, or client address if no key is sent (default: no limit)",
+        help="maximum number of concurrent answers per API key, or per client address without one (default: no limit)",
     )  # fmt: skip
     tool_fallback: bool = switch(
         True, HTTP,
@@ -117,7 +117,7 @@ class HttpSettings:
     )  # fmt: skip
     otlp_endpoint: str | None = setting(
         None, _check_collector, HTTP, "URL",
-        help="the collector of traces, like http://127.0.0.1:4318 (default: OTEL_... in the environment)",
+        help="OpenTelemetry collector for traces, like http://127.0.0.1:4318 (default: OTEL_... in the environment)",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

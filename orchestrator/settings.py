@@ -96,11 +96,11 @@ class ServeSettings:
     mode: str = _enum("auto", MODES, SPECULATION, help="how tokens are generated")
     num_draft_tokens: int | None = count(
         None, 1, MAX_DRAFT_TOKENS, SPECULATION, "K",
-        help=f"the most draft tokens per round (default: {DEFAULT_DRAFT_TOKENS}); n-gram chains may be longer",
+        help=f"maximum number of draft tokens per round (default: {DEFAULT_DRAFT_TOKENS}); n-gram chains may be longer",
     )  # fmt: skip
     branches: int | None = count(
         None, 1, MAX_REQUESTED_BRANCHES, SPECULATION, "B",
-        help=f"outcomes to prepare per round (default: what the drafter can finish, at most {DEFAULT_BRANCHES})",
+        help=f"outcomes to prepare per round (default: as many as the drafter can finish, up to {DEFAULT_BRANCHES})",
     )  # fmt: skip
     model: str | None = setting(
         None, values.check_text, MODELS, "ID|PATH",
@@ -120,7 +120,7 @@ class ServeSettings:
         help="an additional drafter: a head in the target's process (mtp, early-exit: the model's own); repeatable",
     )  # fmt: skip
     head_in: str = _enum("target", ("target", "draft-worker"), MODELS, help="the process that a head drafts in")
-    drafters: int = count(1, 1, MAX_DRAFTERS, DRAFTING, help="draft processes, which share the outcomes")
+    drafters: int = count(1, 1, MAX_DRAFTERS, DRAFTING, help="number of draft processes, which share the outcomes")
     draft_prefill: str = setting(
         "auto", values.check_text, DRAFTING, "auto|mlx|coreml|PACKAGE",
         help="what reads prompts for a drafter on MLX",
@@ -146,10 +146,10 @@ class ServeSettings:
     )  # fmt: skip
     pin_cores: bool = switch(True, WORKERS, help="on two cores, do not pin target and drafter to one each")
     shards: int = count(1, 1, 64, WORKERS, help="ranks of the target on this machine")
-    prefill_workers: int = count(0, 0, MAX_DRAFTERS, WORKERS, help="processes that read long prompts")
+    prefill_workers: int = count(0, 0, MAX_DRAFTERS, WORKERS, help="number of processes that read long prompts")
     prefill_from: int | None = count(
         None, 1, 2**31 - 1, WORKERS, "TOKENS",
-        help="the shortest prompt for prefill workers (default: as measured by tune, else 512)",
+        help="the shortest prompt that prefill workers read (default: as measured by tune, else 512)",
     )  # fmt: skip
     prefill_backend: str = _enum("mlx", ("mlx", "coreml"), WORKERS, help="backend of prefill workers")
     await_target: bool = switch(False, WORKERS, help="start no target; wait for `outrider worker target`")
@@ -157,9 +157,9 @@ class ServeSettings:
         10, 1, 86_400, WORKERS, "SECONDS", help="seconds of silence before a worker is considered dead"
     )
     max_active: int | None = count(
-        None, 1, 1024, MEMORY, help="requests in flight at once (default: as many as fit in memory, at most 16)"
+        None, 1, 1024, MEMORY, help="maximum number of running requests (default: as many as fit in memory, up to 16)"
     )
-    max_waiting: int = count(256, 0, 1_000_000, MEMORY, help="requests that may wait; more are refused")
+    max_waiting: int = count(256, 0, 1_000_000, MEMORY, help="maximum number of waiting requests; more are refused")
     kv_memory: int | None = setting(
         None, values.check_size, MEMORY, "SIZE",
         help="memory for keys and values in all workers, such as 2GB (default: half of what the weights leave free)",
@@ -181,7 +181,7 @@ class ServeSettings:
         help="the endpoint for drafters of other machines, tcp://HOST:PORT, see docs/security.md",
     )  # fmt: skip
     advertise: bool = switch(False, ENDPOINTS, help="announce the workers' endpoint on the local network")
-    keyed: bool = switch(False, ENDPOINTS, help="require keys on loopback, too; other machines always need one")
+    keyed: bool = switch(False, ENDPOINTS, help="require keys on this machine, too; other machines always need them")
 
     def __post_init__(self) -> None:
         values.check_fields(self)

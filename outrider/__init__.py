@@ -1,4 +1,4 @@
-"""Outrider: speculative speculative decoding on MLX. The public names are imported when they are used."""
+"""Outrider: speculative speculative decoding. The public names are imported when they are used."""
 
 from __future__ import annotations
 

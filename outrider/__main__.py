@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Until a command runs, and after it, Ctrl-C ends this process without a word.
+    """Runs the command line. Before a command runs and after it, Ctrl-C ends this process silently.
 
-    Inside an import it would be a traceback, and in numpy's an ImportError.
+    During an import it would print a traceback, and in numpy's raise an ImportError.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

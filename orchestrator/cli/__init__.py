@@ -235,7 +235,7 @@ def _run_without_command(given: list[str]) -> int:
     parser = Parser(
         prog="outrider",
         usage="outrider COMMAND ...",
-        description="Speculative speculative decoding on MLX.",
+        description="Speculative speculative decoding with MLX and ONNX Runtime.",
         epilog=format_commands({**COMMANDS, HELP_COMMAND: "show the flags of a command: outrider help COMMAND"}),
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")

@@ -1,4 +1,4 @@
-"""Chats with a model in the terminal, on a cluster of its own or a running server. /help lists commands and keys.
+"""Chats with a model in the terminal, on a running server or a cluster that it starts. /help lists commands and keys.
 
 Ctrl-C stops an answer, Ctrl-D quits. Temperature and filters default to the model's generation_config.json. Text goes
 to stdout, everything else to stderr.

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns one parser of all commands, for shtab to read; commands are run with parsers of their own."""
-    parser = Parser(prog="outrider", description="Speculative speculative decoding on MLX.")
+    parser = Parser(prog="outrider", description="Speculative speculative decoding with MLX and ONNX Runtime.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command")
     for name, summary in COMMANDS.items():

@@ -104,7 +104,7 @@ def add_sampling_flags(
     }
     for name, effect in penalties.items():
         add(f"--{name}-penalty", type=float, metavar="X", help=effect)
-        add(f"--{name}-context-size", type=int, metavar="N", help=f"the latest tokens that the {name} penalty looks at")
+        add(f"--{name}-context-size", type=int, metavar="N", help=f"how many recent tokens the {name} penalty covers")
     add("--logit-bias", metavar="JSON", help='biases added to logits, by token id, like {"11": -5.0}')
     add("--stop", action="append", metavar="TEXT", help="end the text before TEXT; repeatable")
     add("--ignore-eos", action="store_true", default=None, help="continue past the model's end-of-text token")

@@ -1,4 +1,4 @@
-"""Completes a prompt, on a cluster of its own or a running server, and streams the text to stdout."""
+"""Completes a prompt, on a running server or a cluster that it starts, and streams the text to stdout."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def add_server_key_flag(add: Callable[..., object]) -> None:
 
 
 def generate(options: argparse.Namespace, request: Generate, screen: Screen, show_text: bool) -> GenerationResult:
-    """Runs one request on the server that the flags name, or on a cluster of its own, after checking all settings."""
+    """Runs one request on the server that the flags name, or on a new cluster, after checking all settings."""
     with open_client(options, screen) as client:
         stream, printed = client.ask(request, reading_progress(screen)), ""
         try:

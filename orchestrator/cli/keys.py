@@ -81,8 +81,8 @@ _COMMANDS: dict[str, tuple[tuple[str, ...], str, Callable[[Keyring, argparse.Nam
     "make": ((), "create this machine's key", _make),
     "show": ((), "print its public key, for other machines", lambda ring, _: print(ring.own().public)),
     "list": ((), "list all keys", _list),
-    "allow": (("KEY", "NAME"), "accept this key from a client, or from the role of --as", _allow),
-    "revoke": (("KEY|NAME",), "no longer accept it", _revoke),
+    "allow": (("KEY", "NAME"), "accept this key as a client's, or in the role that --as names", _allow),
+    "revoke": (("KEY|NAME",), "no longer accept an allowed key", _revoke),
     "trust": (("PLACE", "KEY"), "expect this key from the server at HOST or HOST:PORT", _trust),
     "forget": (("PLACE",), "no longer trust that server", _forget),
 }
