@@ -8,10 +8,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line. Before a command runs and after it, Ctrl-C ends this process silently.
-
-    During an import it would print a traceback, and in numpy's raise an ImportError.
-    """
+    """Runs the command line. Before and after a command, Ctrl-C ends this process silently, even during an import."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy starts threads that spin and are not used

@@ -95,8 +95,9 @@ class Supervisor:
                 lost.append(self._give_up(worker, why, now_ns))
             elif worker.state == "ready" and worker.heartbeat.is_frozen(self._ping_interval_s):
                 worker.state = "frozen"
-                log.warning("%s does not answer", worker)
-                if worker.role != "target":
+                if worker.role == "target":
+                    log.warning("%s does not answer; requests wait for it", worker)
+                else:  # the caller logs a loss
                     lost.append(WorkerLoss(worker, f"{worker} does not answer; requests continue without it"))
         return lost
 

@@ -449,11 +449,14 @@ def test_paused_server_does_not_lose_workers(harness: PoolHarness) -> None:
     assert set(harness.states().values()) == {"ready"}
 
 
-def test_silent_drafter_is_not_used_until_it_answers_again(harness: PoolHarness) -> None:
+def test_silent_drafter_is_not_used_until_it_answers_again(
+    harness: PoolHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     target, draft = harness.worker("target-0"), harness.worker("draft-0")
     losses = harness.pass_time(FROZEN_AFTER_PINGS + 2, target)
     assert [(loss.worker.name, loss.gone) for loss in losses] == [("draft-0", False)]
     assert harness.pool.drafters() == set() and harness.states()["draft-0"] == "frozen"
+    assert "does not answer" not in caplog.text, "the core thread logs the loss that it gets"
     assert not harness.spawned["draft-0"][1].killed
     assert harness.pass_time(1, target, draft) == [] and harness.pool.drafters() == {"draft-0"}
     assert harness.pass_time(2 * LOST_AFTER_PINGS, target, draft) == []
