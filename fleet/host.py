@@ -70,9 +70,9 @@ class Resources:
     def __post_init__(self) -> None:
         values.check_fields(self)
         if self.cuda > 1 and self.cuda != int(self.cuda):
-            raise InvalidRequest(f"cuda is {self.cuda:g}; expected a whole number of GPUs, or a part of one below 1")
+            raise InvalidRequest(f"cuda is {self.cuda:g}; expected a whole number of GPUs, or a fraction below 1")
         if self.cuda and (self.metal or self.ane):
-            raise InvalidRequest("no host has both cuda and metal or ane (macOS only); expected one of them")
+            raise InvalidRequest("cuda can't be combined with metal or ane, which only Macs have; choose one")
 
     def as_ray(self) -> dict[str, float]:
         """Returns the non-zero resources by Ray's names, as in a bundle."""
@@ -149,9 +149,9 @@ class FleetHost:
         """Raises InvalidRequest if a fleet process runs here."""
         here = self.running()
         if here is not None:
-            what = "is the head of the fleet" if here.head else "has joined the fleet"
+            what = "is already the head of the fleet" if here.head else "has already joined the fleet"
             raise InvalidRequest(
-                f"this host {what} at {here.address} already (process {here.pid}); expected `outrider fleet down` first"
+                f"this host {what} at {here.address} (process {here.pid}); run `outrider fleet down` first"
             )
 
     def environment(self, address: str, token: Path) -> dict[str, str]:
@@ -220,7 +220,7 @@ class FleetHost:
                 lines = [line.strip() for line in self._log_text().splitlines() if line.strip(" -")]
                 errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
                 last = (errors or lines or ["its log is empty"])[-1][:300]
-                raise EndpointError(f"Ray ended instead of starting: {last} (all of it: {self.log})")
+                raise EndpointError(f"Ray ended before it had started: {last} (full log: {self.log})")
             if time.monotonic() > until:
                 raise EndpointError(f"Ray has not started in {START_TIMEOUT_SECONDS:g} s; see {self.log}")
             time.sleep(0.1)

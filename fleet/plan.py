@@ -62,7 +62,7 @@ class DrafterPlan:
     def __post_init__(self) -> None:
         values.check_fields(self)
         if self.on == "none" and self.needs != Resources():
-            raise InvalidRequest(f"on is none, but needs is {self.needs}; expected no needs, or a drafter")
+            raise InvalidRequest(f"needs is {self.needs}, but on: none starts no drafter; leave out one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Scale:
     def __post_init__(self) -> None:
         values.check_fields(self)
         if self.min > self.max:
-            raise InvalidRequest(f"min is {self.min} and max {self.max}; expected min up to max")
+            raise InvalidRequest(f"min is {self.min} and max is {self.max}; expected min to be at most max")
 
 
 @dataclass(frozen=True, slots=True)

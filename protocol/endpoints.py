@@ -103,9 +103,7 @@ def parse_endpoint(text: str) -> Endpoint:
 
 def _parse_ipc(text: str, path: str) -> Ipc:
     if not path or path[0] in "@*" or path.endswith("/") or not path.isprintable():
-        raise EndpointError(
-            f"{text!r} has no path of a file; expected ipc:// and the path of a socket, like ipc:///tmp/outrider"
-        )
+        raise EndpointError(f"{text!r} has no path; expected ipc:// and the path of a socket, like ipc:///tmp/outrider")
     try:
         path = os.path.abspath(path)
     except FileNotFoundError:

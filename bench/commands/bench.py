@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
             raise InvalidRequest(f"{name} is only used with concurrency")
     settings, given = pair.settings, flags.settings_of(options)
     if settings.draft_backend == "none":
-        raise InvalidRequest("bench compares drafters; draft_backend is none, expected another one")
+        raise InvalidRequest("bench compares drafters, and draft_backend is none; choose another one")
     numbers = parse_numbers("depths", options.depths or DEFAULT_DEPTHS, int)
     depths = [check_setting("num_draft_tokens", k) for k in numbers]
     peers = choose_peers(options.peers, options.model, options.draft_model)
@@ -137,8 +137,8 @@ def _check_count(given: int | None, by_class: Mapping[str, Sequence[files.Tokens
     for kind, prompts in by_class.items():
         if not 1 <= count < len(prompts):
             raise InvalidRequest(
-                f"prompts is {count}; expected 1 to {len(prompts) - 1}: the class {kind} has {len(prompts)}, and one of"
-                " them must be left to choose the settings"
+                f"prompts is {count}; expected 1 to {len(prompts) - 1}: the class {kind} has {len(prompts)}, of which"
+                " one is kept for choosing the settings"
             )
     return count
 

@@ -87,8 +87,6 @@ def require_head(host: FleetHost) -> str:
     require_extra("fleet", "a fleet")
     here = host.running()
     if here is None or not here.head:
-        raise InvalidRequest(
-            "this host is not the head of a fleet; expected `outrider fleet head` first, and this command there"
-        )
+        raise InvalidRequest("this host is not the head of a fleet; run this command on the head, or start one here")
     set_ray_environment(host.environment(here.address, read_token(host.folder)))
     return here.address

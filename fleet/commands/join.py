@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     running = host.start_member(options.address, options.ip, offers, token)
     screen.clear()
     say(f"This host has joined (process {running.pid}, log {host.log}) and offers {offers}.")
-    say(f"It has {', '.join(models)}." if models else "No model was checked, because none is known yet (see --model).")
+    say(f"Models: {', '.join(models)}." if models else "No model was checked, because none is known yet (see --model).")
     if sys.platform == "darwin":
         say(PLATFORM_NOTE)
     return 0

@@ -257,7 +257,7 @@ def _hub_error_reason(error: Exception) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return "Hugging Face has no such public repository"
     if isinstance(error, errors.HFValidationError):
-        return "this is not the id of a repository of Hugging Face"
+        return "this is not the id of a Hugging Face repository"
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
         return f"the download can't be stored ({error.strerror}); free some space, or choose another folder (HF_HOME)"
     if constants.HF_HUB_OFFLINE:

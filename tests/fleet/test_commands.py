@@ -227,8 +227,8 @@ def test_head_and_join_are_refused_on_a_host_with_a_running_head(
     FleetHost(tmp_path).keep(replace(family, head=True))
     for command in (("head", "--port", "7001"), ("join", "192.0.2.9:6379")):
         code, _, err = run(*command, "--folder", str(tmp_path))
-        assert code == 2 and f"this host is the head of the fleet at {family.address} already" in err
-        assert "expected `outrider fleet down` first" in err and len(err.splitlines()) == 1
+        assert code == 2 and f"this host is already the head of the fleet at {family.address}" in err
+        assert "run `outrider fleet down` first" in err and len(err.splitlines()) == 1
 
 
 def test_ray_is_private_sends_no_statistics_and_keeps_its_state(

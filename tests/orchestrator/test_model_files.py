@@ -113,7 +113,7 @@ class LinkError(Exception):
         (ConnectionResetError(104, "reset"), r"Hugging Face can't be reached \(ConnectionResetError\)"),
         (OSError(28, "No space left on device"), r"the download can't be stored \(No space left on device\).*HF_HOME"),
         (PermissionError(13, "Permission denied"), r"the download can't be stored \(Permission denied\)"),
-        (HFValidationError("Cannot have .. in repo_id"), "is not the id of a repository of Hugging Face"),
+        (HFValidationError("Cannot have .. in repo_id"), "is not the id of a Hugging Face repository"),
     ],
 )
 def test_failed_download_names_its_cause(monkeypatch, error, reason):
