@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.orchestrator.settings import ServeSettings
 from tests.architecture.syntax import parsed
 from tests.architecture.test_amount import product
 from tools import messages
@@ -23,6 +25,7 @@ WORD = re.compile(r"\w+")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 NAME_IN_FILE = re.compile(r"`([A-Za-z_][\w.]*)` (?:in |\()`([\w/]+\.py)`")
 ATTRIBUTE = re.compile(r"`([A-Z][a-z]\w*)\.(?!gguf)([a-z]\w*)")
+PROGRAM = re.compile(r'python"? (?:-P )?-m (?:outrider\.)?((?:tools|tests|drafters|models)\b[\w.]*)([^`\n|]*)')
 NAME_AFTER_FILE = re.compile(r"`([\w/]+\.py)` \(`([A-Za-z_][\w.]*)`")
 
 
@@ -82,6 +85,21 @@ def test_named_constants_tests_and_modules_exist(document: Path, names: list[str
     for module in re.findall(r"python -m (?:outrider\.)?((?:tools|tests|drafters|models)\b[\w.]*)", text):
         path = ROOT / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").exists(), f"there is no module {module}"
+
+
+@pytest.mark.parametrize(
+    "path", [*NOT_HISTORY, *sorted((ROOT / "launch").glob("*.sh"))], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_programs_have_the_flags_that_their_commands_give(path: Path) -> None:
+    """What follows `--` alone belongs to another command."""
+    settings = {field.name for field in dataclasses.fields(ServeSettings)}
+    for module, rest in PROGRAM.findall(re.sub(r"\s*\\\n\s*", " ", path.read_text())):
+        place = ROOT / module.replace(".", "/")
+        files = [place.with_suffix(".py")] if place.with_suffix(".py").exists() else list(place.rglob("*.py"))
+        source = "".join(file.read_text() for file in files)
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", rest.partition(" -- ")[0]):
+            known = f'"{flag}"' in source or flag[2:].replace("-", "_") in settings
+            assert known, f"{module} has no flag {flag}"
 
 
 @pytest.mark.parametrize("document", NOT_HISTORY, ids=lambda path: str(path.relative_to(ROOT)))
