@@ -95,7 +95,7 @@ class RunnerFamilies:
             ngrams = self._start_cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True})
             model = self._start_cluster({**given, "ngrams": False, "ngram_table": None})
             self.families.append({f"sd model K={k}": mode_runner(model, "sd", k) for k in depths})
-            clients = {"n-gram": ngrams, "both": client}
+            clients = {"n-gram": ngrams, "model + n-gram": client}
         self.families.append(
             {f"sd {name} K={k}": mode_runner(one, "sd", k) for k in depths for name, one in clients.items()}
         )

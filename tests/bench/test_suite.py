@@ -99,7 +99,10 @@ class SettingsOnlyCluster:
 
 @pytest.mark.parametrize(
     ("backend", "modes"),
-    [("ngram", ["ar", "sd n-gram K=2", "auto"]), ("mlx", ["ar", "sd model K=2", "sd n-gram K=2", "ssd K=2", "auto"])],
+    [
+        ("ngram", ["ar", "sd n-gram K=2", "auto"]),
+        ("mlx", ["ar", "sd model K=2", "sd n-gram K=2", "sd model + n-gram K=2", "ssd K=2", "auto"]),
+    ],
 )
 def test_only_modes_the_pair_supports_are_compared(
     backend: str, modes: list[str], monkeypatch: pytest.MonkeyPatch
@@ -114,7 +117,7 @@ def test_only_modes_the_pair_supports_are_compared(
             stack, given, ServeSettings(**given), [2], ChosenPeers(), lambda said: None
         )
         names = [name for family in found.families for name in family]
-    assert [name for name in names if "both" not in name and "colocated" not in name] == modes
+    assert [name for name in names if "colocated" not in name] == modes
 
 
 @pytest.mark.parametrize("more", [{"drafters": 2}, {"draft_prefill": "coreml"}, {"ngram_table": "table"}])
