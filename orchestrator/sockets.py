@@ -145,7 +145,7 @@ class RouterSocket:
         log.log(level, message, *values)
 
     def is_nearly_full(self, with_keys: bool) -> bool:
-        """Whether the endpoint with keys (or without) is nearly full: it must refuse new work while it can answer."""
+        """Whether the endpoint with keys (or without) is nearly full, so that new requests must be refused."""
         endpoint = self.endpoints[-1 if with_keys else 0]
         return len(endpoint.open_fds) >= CROWDED_RATIO * endpoint.max_connections
 

@@ -328,10 +328,10 @@ class Client(EndpointClient, BaseClient):
 
     `timeout`: seconds that a queried server may be silent; the length of a text does not matter. `alive`: raises if the
     server is known to have ended. `reconnect`: if the server goes away or fails, continue each text on the next server
-    at this endpoint, which has two minutes to start. Timings are then of the last server.
+    at this endpoint, which has two minutes to start. Timings are then the last server's.
 
     Endpoints on other machines need the keys of both sides (docs/security.md). `server_key`: the key that the server
-    prints; None: the one saved by `outrider keys trust`. `keys`: the folder of your keys; None: `outrider keys`' own.
+    prints; None: the one saved by `outrider keys trust`. `keys`: the folder of your keys; None: the default folder.
 
     Raises:
         KeyFault: the endpoint needs keys, and one is missing or can't be used; on use, if the server refuses the key.

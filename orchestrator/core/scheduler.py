@@ -159,7 +159,7 @@ class Scheduler:
         self._remote_prefills.on_worker_lost(name, self._requests)
 
     def on_target_lost(self, why: str, for_good: bool) -> None:
-        """Lets requests wait for a new target. Those that killed it alone fail; all do if no new target will come."""
+        """Lets requests wait for a new target. One that killed it alone fails; all fail if none will come."""
         message = f"{why}, for the third time in a row with this request, the last time with this request alone"
         self._has_target = False
         for request in list(self._requests.values()):

@@ -11,9 +11,9 @@ accepted at once, and work that it reports as not yet ended has ended when the r
 the server or its machine no worker counts as silent. A worker that answers may take ten times as long for an operation
 as it expects; one that loads does not answer yet, and may take ten times as long as its predecessor.
 
-`Restarts` decides when a worker that died is restarted. The wait doubles with each death in a row, up to a minute; a
-worker that has worked for a request since its start, or was ready for a while, begins a new row. The target is given up
-after some deaths in a row, so that the operator notices; another worker only after as many loads with the same error.
+`Restarts` decides when a worker that died is restarted. The wait doubles with each death in a row, up to a minute; the
+count starts again once the worker has worked for a request, or was ready for a while. The target is given up after some
+deaths in a row, so that the operator notices; another worker only after as many loads with the same error.
 
 `WorkerRegistry` holds the workers by name and routing id. The orchestrator assigns names, each to one process. A
 worker's routing id is its incarnation, which the orchestrator draws for workers that it spawns, and a drafter that

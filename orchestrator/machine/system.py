@@ -97,8 +97,8 @@ def blas_environment(base: dict[str, str], threads: int, kernels: str | None = N
     """Returns the environment `base` with OpenBLAS preloaded, if it is needed and found, and `threads` BLAS threads,
     but no more than the cores, because threads that wait for each other's core would be many times slower.
 
-    OpenBLAS would choose kernels by the CPU's model, and for a model newer than itself those of the first 64-bit ones.
-    So they are named by what the CPU has, unless `base` names some.
+    OpenBLAS chooses kernels by the CPU's model, and for a model that it does not know those of the first 64-bit CPUs.
+    Therefore the environment names them by the CPU's instruction sets, unless `base` names some.
 
     `kernels`: what computes forwards on a CPU (`protocol.worker_link`); None: as in `base`.
     """

@@ -90,9 +90,9 @@ class Open(EpochMessage, frozen=True):
     `generated` tokens are not the prompt's, and a grammar starts with them. `rank_offset` and `min_prob` are as in
     Commit.
 
-    `offered`: a prefill worker may read the text for the target. The target reports at once by Prefilled what it has,
-    and waits for PromptKv until a Verify arrives. `features`: the target sends Features, because a drafter may read
-    them.
+    `offered`: a prefill worker may read the text for the target. The target reports at once in Prefilled how many
+    tokens it has cached, and waits for PromptKv until a Verify arrives. `features`: the target sends Features, because
+    a drafter may read them.
     """
 
     round: Serial
