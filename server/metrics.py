@@ -65,8 +65,8 @@ class OrchestratorMetrics(Collector):
             yield from self._collect_state(stats)
             yield from self._collect_counters(stats)
             yield from self._collect_speculation(stats)
-            yield self._durations("round", "From a request's verify to its next", stats.round_seconds)
-            yield self._durations("verify", "The target's forwards", stats.verify_seconds)
+            yield self._durations("round", "Time from one outcome of a request to its next", stats.round_seconds)
+            yield self._durations("verify", "Time of the target's forwards", stats.verify_seconds)
 
     def _collect_state(self, stats: Stats) -> Iterator[Metric]:
         kv, workers, gauge, counter = stats.kv, stats.workers, self._gauge, self._counter
@@ -79,7 +79,7 @@ class OrchestratorMetrics(Collector):
         yield gauge("kv_cache_reserved_perc", reserved, kv.reserved / limit)
         yield gauge("kv_cache_limit_bytes", "KV memory of all workers", kv.limit)
         peak = stats.totals.peak_bytes
-        yield gauge("peak_memory_bytes", "The most memory that MLX held in all workers during a request", peak)
+        yield gauge("peak_memory_bytes", "Peak memory of target and drafters, weights included", peak)
         states = {(w.name, w.role, state): w.state == state for w in workers for state in WORKER_STATES}
         yield gauge("worker_state", "Whether the worker is in this state", states, "worker", "role", "state")
         again = {(worker.name, worker.role): worker.restarts for worker in workers}
@@ -89,7 +89,7 @@ class OrchestratorMetrics(Collector):
         trips = {(worker.name,): worker.round_trip_ms / 1000 for worker in workers if worker.round_trip_ms}
         yield gauge("worker_round_trip_seconds", "Round-trip time of a ping to the worker", trips, "worker")
         held = {(worker.name,): worker.cache.bytes for worker in workers}
-        yield gauge("prompt_cache_bytes", "Prompt cache of the worker", held, "worker")
+        yield gauge("prompt_cache_bytes", "Memory of the worker's prompt cache", held, "worker")
 
     def _collect_counters(self, stats: Stats) -> Iterator[Metric]:
         totals, counter, endings = stats.totals, self._counter, stats.endings

@@ -216,14 +216,14 @@ def format_speculation(times: Timings, mode: str) -> str:
     if not times.draft_n:
         return "off" if mode == "ar" else f"nothing was drafted in {pluralize(rounds, 'round')}"
     looked_up = times.cache_hits + times.cache_misses
-    accepted_by = [f"{name} {count}" for name, count in times.draft_n_accepted_by.items()]
+    accepted_from = [f"{count} from {name}" for name, count in times.draft_n_accepted_by.items()]
     per_round = (times.predicted_n - 1) / rounds if rounds else 0.0
     return (
         f"{pluralize(rounds, 'round')}, {times.draft_n} drafted, {times.draft_n_accepted} accepted"
         f" ({_format_share(times.draft_n_accepted, times.draft_n)}), {per_round:.2f} tokens per round,"
         f" {pluralize(times.cache_hits, 'hit')} ({_format_share(times.cache_hits, looked_up)})"
         + (f", {times.cache_late} late" if times.cache_late else "")
-        + (f", accepted by {' and '.join(accepted_by)}" if len(accepted_by) > 1 else "")
+        + (f", accepted: {' and '.join(accepted_from)}" if len(accepted_from) > 1 else "")
     )
 
 

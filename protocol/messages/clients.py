@@ -156,8 +156,8 @@ class Timings(Record, frozen=True):
       and `hits_by_accepted[k]` count outcomes with k accepted tokens.
     - `draft_n_accepted_by` counts accepted tokens by drafter, `draft_n_accepted_from` by `Origin`.
     - `queue_ms` is the time in the queue.
-    - `peak_bytes` is the most memory that MLX held in the target and its drafters, weights included, since the request,
-      or the first of those that ran with it, began.
+    - `peak_bytes` is the peak memory of the target and its drafters, weights included: on a GPU MLX's, since the
+      request, or the first of those that ran with it, began; on a CPU each process's, since its start.
     - `resumed` counts continuations on a new target, `rejoined` the drafters that came back during the text.
     """
 

@@ -264,7 +264,7 @@ class Outcome(RoundMessage, frozen=True):
       with none if it is autonomous; None: it waits for Verify.
     - `work` is the span of the verify alone; `idle_ns` runs from the end of the request's previous verify to its start.
     - `rows` counts the tokens of the forward, those of other requests included.
-    - `peak_bytes` is the most memory that MLX has held since the last request that started while no other ran.
+    - `peak_bytes` is MLX's peak memory since a request last started while no other ran; on a CPU the process's.
     - `drafted`: the in-process drafter's proposal for this round, if one was requested. `accepted` counts tokens of it
       and of Verify's proposal.
     - `logprobs` are those of the committed tokens, if the request asked for them; `prompt_logprobs`, sent with the
