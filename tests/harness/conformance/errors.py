@@ -75,7 +75,7 @@ def _(at: Servers) -> None:
     at.chat.whole(CHAT, messages=HELLO, brand_new={"of": 2027})
 
 
-@cases.add("llama.cpp's practice", why="the answer would differ from the request")
+@cases.add("llama.cpp's practice", why="the answer would not be what the request asks for")
 def _(at: Servers) -> None:
     """Fields of unsupported samplers, such as mirostat, are ignored."""
     at.chat.whole(CHAT, messages=HELLO, mirostat=2)

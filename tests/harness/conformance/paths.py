@@ -133,25 +133,25 @@ def _(at: Servers) -> None:
         at.chat.get(path).ok()
 
 
-@cases.add("vLLM test_embedding; llama.cpp test_embedding", why="models that generate text are served")
+@cases.add("vLLM test_embedding; llama.cpp test_embedding", why="only models that generate text are served")
 def _(at: Servers) -> None:
     """/v1/embeddings."""
     at.chat.whole("/v1/embeddings", input="hi")
 
 
-@cases.add("vLLM test_rerank; llama.cpp test_rerank", why="models that generate text are served")
+@cases.add("vLLM test_rerank; llama.cpp test_rerank", why="only models that generate text are served")
 def _(at: Servers) -> None:
     """/v1/rerank."""
     at.chat.whole("/v1/rerank", query="hi", documents=["a"])
 
 
-@cases.add("vLLM test_transcription", why="models that generate text are served")
+@cases.add("vLLM test_transcription", why="only models that generate text are served")
 def _(at: Servers) -> None:
     """/v1/audio/transcriptions."""
     at.chat.whole("/v1/audio/transcriptions")
 
 
-@cases.add("Anthropic's reference", why="models that generate text are served, one answer a request")
+@cases.add("Anthropic's reference", why="only models that generate text are served, one answer a request")
 def _(at: Servers) -> None:
     """/v1/messages/batches."""
     at.chat.whole(f"{CLAUDE}/batches", requests=[])

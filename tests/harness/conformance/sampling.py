@@ -57,7 +57,7 @@ def _(at: Servers) -> None:
         refused(at.chat.post(CHAT, messages=HELLO, seed=seed), "seed")
 
 
-@cases.add("llama.cpp's README", why="a seed is a whole number from 0 up; leave it out for one at random")
+@cases.add("llama.cpp's README", why="a seed is a whole number from 0 up; leave it out for a random one")
 def _(at: Servers) -> None:
     """A seed of -1 is random."""
     at.chat.whole(CHAT, messages=HELLO, seed=-1)
@@ -124,7 +124,7 @@ def _(at: Servers) -> None:
     equal(text, "Hello ", "the text")
 
 
-@cases.add("vLLM's reference", why="the stop string is not part of the text, as at OpenAI")
+@cases.add("vLLM's reference", why="the stop string is not part of the text, as in OpenAI's API")
 def _(at: Servers) -> None:
     """include_stop_str_in_output keeps the stop string."""
     at.chat.whole(CHAT, messages=HELLO, stop=["dear"], include_stop_str_in_output=True)

@@ -17,8 +17,8 @@ template, thinking and tools. This command writes the page:
     python -m tests.harness.conformance --write docs/conformance.md
 
 The test suite runs the same cases, and fails when a case that passes here does not. A case *passes* if the result is as
-expected, is *refused* with the error shown, or *differs*, with another answer. Cases that do not pass are intended, for
-the reason given.
+expected, is *refused* with the error shown, or *differs* if the answer is another one. If a case does not pass, that is
+intended, for the reason given.
 """
 
 CLIENTS = "## Clients\n"
