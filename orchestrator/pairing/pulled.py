@@ -247,7 +247,8 @@ def pull(model: PulledModel, accept_terms: bool = False) -> Path:
             )
         if os.environ.get(OFFLINE_VARIABLE, "").upper() in _TRUE_VALUES:
             raise ModelError(
-                f"{model.title} is not in the cache, and offline mode is on ({OFFLINE_VARIABLE}, --offline)"
+                f"{model.title} is not in the cache, and offline mode is on ({OFFLINE_VARIABLE}, --offline);"
+                f" run `outrider pull {model.name}` online first"
             )
     return make_once(model.folder, lambda folder: _assemble_file(model, folder), model.file) / model.file
 
