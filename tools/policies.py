@@ -17,8 +17,10 @@ RESULT_TOKENS = 30_000
 SEARCH_TOKENS = 6_000
 DEPTHS = range(1, 13)
 BRANCHES = (4, 6, 8, 10, 12, 15, 16, 20, 24, 28, 32, 40, 48)
-STEPS = (("best-first", {"fan_out": "best-first"}), ("filled misses", {"filled": True}), ("anytime", {"anytime": True}),
-         ("hoping", {"hoping": True}))  # fmt: skip
+STEPS = (
+    ("best-first fan-out", {"fan_out": "best-first"}), ("the best fallback after a miss", {"filled": True}),
+    ("branches that are not complete", {"anytime": True}), ("waits for branches on their way", {"hoping": True}),
+)  # fmt: skip
 
 
 def table(profile: Profile) -> str:
