@@ -106,7 +106,7 @@ def load_prompts(folder: Path = SUITE_FOLDER, kinds: Sequence[str] | None = None
         ordered = [kind for kind in SUITE_CLASSES if kind in paths] + sorted(paths.keys() - set(SUITE_CLASSES))
         for kind in kinds or ():
             if kind not in paths:
-                raise InvalidRequest(f"unknown prompts {kind!r}; expected one of {', '.join(ordered)}")
+                raise InvalidRequest(f"unknown class {kind!r}; expected one of {', '.join(ordered)}")
         texts = {kind: paths[kind].read_text(encoding="utf-8").removesuffix("\n") for kind in kinds or ordered}
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the prompts in {folder} can't be read: {error}") from error

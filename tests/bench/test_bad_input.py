@@ -44,8 +44,8 @@ def exit_code_and_error(captured: Captured, *arguments: str) -> tuple[int, str]:
     [
         (["--prompts", "0"], "prompts is 0; expected 1 to 25: the class code has 26"),
         (["--prompts", "999"], "prompts is 999; expected 1 to 25: the class code has 26"),
-        (["--classes", "poems"], "unknown prompts 'poems'; expected one of code, json, prose, repeated"),
-        (["--classes", ""], "unknown prompts ''"),
+        (["--classes", "poems"], "unknown class 'poems'; expected one of code, json, prose, repeated"),
+        (["--classes", ""], "unknown class ''"),
         (["--depths", "0"], "num_draft_tokens is 0; expected a whole number from 1 to 32"),
         (["--depths", "two"], "depths is 'two'; expected comma-separated numbers"),
         (["--temps", "hot"], "temps is 'hot'; expected comma-separated numbers"),

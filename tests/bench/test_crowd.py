@@ -102,7 +102,7 @@ def forbid_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["--concurrency", "4,0"], "concurrency is 0; expected a whole number from 1 to 256"),
         (["--concurrency", "4", "--modes", "ar,fast"], "modes is 'fast'; expected"),
         (["--concurrency", "4", "--rounds", "1"], "rounds is 1; expected a whole number from 2"),
-        (["--concurrency", "4", "--classes", "poems"], "unknown prompts 'poems'"),
+        (["--concurrency", "4", "--classes", "poems"], "unknown class 'poems'"),
         (["--concurrency", "4", "--depths", "2"], "depths can't be combined with concurrency"),
         (["--rounds", "4"], "rounds is only used with concurrency"),
     ],
