@@ -160,27 +160,26 @@ class SamplingParams:
     """How tokens are chosen and when generation ends.
 
     `temperature` is an alias of `temp`. 0 is greedy. Below `MIN_TEMPERATURE` it becomes 0, because float32 can't hold a
-    score of logit / `temp` together with the noise that decides between near equals; so it does if `top_p` is below
-    2^-126. `top_p` 1, `min_p` 0, `top_k` 0, penalties of 0 and `repetition_penalty` 1 are off. With `seed` None a seed
-    is drawn and reported. Penalties look at the last `*_context_size` tokens, prompt included.
+    score of logit / `temp` together with the noise that decides between near equals. It also becomes 0 if `top_p` is
+    below 2^-126. `top_p` 1, `min_p` 0, `top_k` 0, penalties of 0 and `repetition_penalty` 1 are off. With `seed` None a
+    seed is drawn and reported. Penalties look at the last `*_context_size` tokens, prompt included.
 
     `rule` sets how proposals are verified above temperature 0: "coupled" or "residual" (docs/exactness.md). For
     residual sampling a draft proposes from its `q_width` most likely tokens, with the weight of those that the work
     ahead prepares for multiplied by `saguaro` (the C of the SSD paper, definition 14).
 
-    A `grammar` constrains the generated text as far as it goes. It rules tokens out before temperature and filters, and
-    allows an end only where the text may end. `logprobs` n returns with each token its log-probability and the n most
-    likely tokens at its position (0: only its own; None: nothing). They are the target's own after penalties, bias and
-    grammar, before temperature and filters. `prompt_logprobs` n returns the same for each token of the prompt but the
-    first, as the model's logits are. The whole prompt is then read, without the prompt cache.
+    A `grammar` constrains the generated text, also one that is cut off. It rules tokens out before temperature and
+    filters, and allows an end only where the text may end. `logprobs` n returns with each token its log-probability and
+    the n most likely tokens at its position (0: only its own; None: nothing). They are the target's own after
+    penalties, bias and grammar, before temperature and filters. `prompt_logprobs` n returns the same for each token of
+    the prompt but the first, from the model's logits alone. The whole prompt is then read, without the prompt cache.
 
     The first `min_tokens` tokens contain no end token, unless a grammar allows nothing else. Stop strings still end a
     text.
 
     `max_tokens` and context sizes are at least 1, `temp` is 0 to 100, `top_p` and `min_p` 0 to 1, `top_k` at least 0,
     `repetition_penalty` 0.01 to 100, the other penalties -100 to 100, a bias -10^6 to 10^6, `seed` 0 to 2^63-1,
-    `saguaro` 0.01 to 1 (1 is off), `q_width` 1 to 1024, both `logprobs` 0 to 20. A
-    grammar excludes `ignore_eos`.
+    `saguaro` 0.01 to 1 (1 is off), `q_width` 1 to 1024, both `logprobs` 0 to 20. A grammar excludes `ignore_eos`.
 
     numpy numbers are accepted. `stop` may be one text or a list of texts, `logit_bias` a dict. They are stored in the
     types below.
