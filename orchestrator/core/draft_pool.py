@@ -79,12 +79,12 @@ INVALID_KINDS = {
     "request": "messages about requests that are not its own",
     "round": "messages about unknown rounds",
     "base_len": "a wrong number of committed tokens",
-    "unasked": "branches or chains that were not requested",
+    "unrequested": "branches or chains that were not requested",
     "length": "more or longer chains than requested",
     "vocabulary": "tokens outside its own vocabulary",
-    "beside": "alternative tokens that were not requested or are invalid",
+    "alternatives": "alternative tokens that were not requested or are invalid",
     "odds": "acceptance probabilities that do not match its tokens",
-    "q": "probabilities that don't match its tokens",
+    "q": "distributions that do not match its tokens",
     "frame": "frames that are not messages",
     "flood": "too many messages",
 }
@@ -454,20 +454,20 @@ def _invalid_answer_kind(
         if not message.entries:
             return ""
         if task.verifying is None:
-            return "unasked"
+            return "unrequested"
         if len(message.entries) > task.branches:
             return "length"
         committed = [entry.committed for entry in message.entries]
         prefixes = {task.verifying[:accepted] for accepted in range(len(task.verifying) + 1)}
         if not all(committed) or not prefixes.issuperset([tokens[:-1] for tokens in committed]):
-            return "unasked"
+            return "unrequested"
         bonuses = [tokens[-1] for tokens in committed]
     elif task.verifying is not None:
-        return "unasked"
+        return "unrequested"
     if max(len(draft.chain) for draft in drafts) > task.depth:
         return "length"
     if any(_has_invalid_alternatives(task, draft.chain, draft.alternatives, vocab) for draft in drafts):
-        return "beside"
+        return "alternatives"
     if any(len(draft.odds) not in (0, len(draft.chain)) for draft in drafts):
         return "odds"
     tokens = itertools.chain(bonuses, *(draft.chain for draft in drafts))
