@@ -170,7 +170,7 @@ class Admission:
         """Returns the only drafter that may draft; empty: any."""
         drafter = generate.drafter
         if drafter and drafter not in self._drafters:
-            known = ", ".join(self._drafters) or "none: this server has no drafter"
+            known = f"one of {', '.join(self._drafters)}" if self._drafters else "none: this server has no drafter"
             raise UnknownDrafter(f"no drafter is called {drafter!r} here; expected {known}")
         if drafter not in ("", DRAFT_MODEL) and generate.mode == "ssd" and not is_joint(drafter):
             raise InvalidRequest(f"mode ssd is for draft workers, and {drafter} is not one; expected mode sd or auto")

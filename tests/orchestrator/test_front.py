@@ -512,7 +512,7 @@ def test_drafter_of_another_machine_may_be_chosen_where_one_may_join(make_stand,
 
 
 def test_drafter_of_another_machine_is_refused_where_none_may_join(make_stand):
-    with pytest.raises(InvalidRequest, match="no drafter is called 'draft' here; expected ngram"):
+    with pytest.raises(InvalidRequest, match="no drafter is called 'draft' here; expected one of ngram"):
         make_stand(draft_backend="ngram").start().client().generate("x", drafter="draft")
 
 
