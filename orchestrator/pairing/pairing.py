@@ -90,8 +90,10 @@ def load_pair(pair: ChosenPair) -> ModelText:
 
 def _find_default_draft(settings: ServeSettings, model: str) -> str | None:
     """Returns the draft model or head that comes with this model; None if there is none."""
-    if model == TINY:
-        return _find_tiny_head(settings.draft_backend) if settings.drafts_with_head else tiny_pair()[1]
+    if model == TINY and not settings.drafts_with_head:
+        return tiny_pair()[1]
+    if model == TINY and settings.draft_backend in (shipped := tiny_heads()):
+        return shipped[settings.draft_backend]
     if settings.draft_backend in TARGET_HEADS:
         return model
     if settings.drafts_with_head:
@@ -119,16 +121,6 @@ def _find_ngram_table(settings: ServeSettings, model: str, target: ModelFiles) -
             f"{path} has token {greatest}, but {target.name} has only {target.vocab_size}; expected a table made for it"
         )
     return str(Path(path).resolve())
-
-
-def _find_tiny_head(kind: str) -> str:
-    shipped = tiny_heads()
-    if kind not in shipped:
-        raise ModelError(
-            f"no {kind} head comes with the tiny target; expected --draft-backend {' or '.join(shipped) or 'mlx'},"
-            " or --model and, unless the head is in its folder, --draft-model"
-        )
-    return shipped[kind]
 
 
 def _resolve_heads(named: tuple[str, ...], target: ModelFiles) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -184,8 +184,12 @@ def test_head_is_recognized_by_its_architecture_however_that_is_written(architec
 
 
 def test_head_kind_without_a_tiny_head_is_refused():
-    with pytest.raises(ModelError, match="no redrafter head comes with the tiny target; expected --draft-backend"):
+    with pytest.raises(ModelError, match="no redrafter head comes with tiny; expected --draft-model"):
         choose_pair(ServeSettings(draft_backend="redrafter"))
+
+
+def test_early_exit_of_the_tiny_target_needs_no_head():
+    assert choose_pair(ServeSettings(draft_backend="early-exit")).settings.draft_model == str(TINY_TARGET)
     assert choose_pair(ServeSettings(head=("early-exit",))).settings.head == ("early-exit",)
 
 
