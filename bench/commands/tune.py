@@ -196,8 +196,8 @@ def _format_arm(found: ArmCosts, best: MeasuredArm) -> str:
     """Returns a line with an arm's K and B, its rate, and what limits it."""
     arm = best.arm
     sizes = " ".join(f"{name}={size}" for name, size in (("K", arm.depth), ("B", arm.branches)) if size)
-    name = " with ".join(filter(None, (arm.mode, arm.drafter)))
-    return f"  {name:4} {sizes:9} {best.rate:7.1f} tok/s   {_describe_limit(found, best)}"
+    name = f"{' by '.join(filter(None, (arm.mode, arm.drafter)))} {sizes}"
+    return f"  {name:20} {best.rate:7.1f} tok/s   {_describe_limit(found, best)}"
 
 
 def _describe_limit(found: ArmCosts, best: MeasuredArm) -> str:
