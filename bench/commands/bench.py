@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help=length)
     peers = "engines to compare with: llama.cpp,mlx-lm, one of the two, or none (default: all that are installed)"
     group.add_argument("--peers", metavar="NAME,NAME", help=peers)
-    results = "folder for bench.json and bench.png (default: out)"
+    results = "folder for the results, as JSON and as a picture (default: out)"
     group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help=results)
     concurrent = parser.add_argument_group("bench of concurrent requests")
     many = "numbers of concurrent requests to measure, like 1,2,4,8,16 (default: one request at a time, at each K)"
