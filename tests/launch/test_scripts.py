@@ -203,18 +203,6 @@ def test_mac_check_shows_progress_preloads_blas_and_writes_a_report(copy, tmp_pa
     assert not list(tmp_path.glob("*.stderr"))
 
 
-@pytest.mark.parametrize("module", ["outrider.drafters.coreml.doctor", "tools.coreml_survey"])
-def test_mac_check_gives_its_programs_flags_that_they_have(module):
-    script = (ROOT / "launch/mac_check.sh").read_text()
-    given = {
-        flag for line in script.splitlines() if f"-m {module} " in line for flag in re.findall(r" (--[a-z-]+)", line)
-    }
-    told = subprocess.run(
-        [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert given and given <= set(re.findall(r"--[a-z-]+", told.stdout))
-
-
 def test_mac_check_needs_coremltools(copy, tmp_path):
     with_venv(copy)
     python = copy / ".venv/bin/python"
