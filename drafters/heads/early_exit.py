@@ -100,12 +100,6 @@ class EarlyExit(PairHead):
         self.exit_layer, self.context_length, self.adapter = exit_layer, context_length, adapter
         self._norm, self._output = norm, output
 
-    def fuse(self, rows: mx.array) -> mx.array:
-        return rows
-
-    def next_features(self, hidden: mx.array) -> mx.array:
-        return hidden[:, :0]
-
     def logits(self, hidden: mx.array) -> mx.array:
         adapted = self.adapter(hidden) if self.adapter is not None else hidden
         return self._output(self._norm(adapted)).astype(mx.float32)
