@@ -196,7 +196,7 @@ def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> No
     """Connects `socket`; the server may start later, and must have the server key in `keys`.
 
     Raises:
-        EndpointError: the endpoint can't be reached, or it is on another machine and there are no `keys`.
+        EndpointError: the endpoint is malformed, or it is on another machine and there are no `keys`.
     """
     where = parse_reachable(endpoint)
     if keys is None and not is_local(where):
@@ -205,10 +205,7 @@ def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> No
     if keys is not None:
         socket.curve_publickey, socket.curve_secretkey = key_bytes(keys.own.public), key_bytes(keys.own.secret)
         socket.curve_serverkey = key_bytes(keys.server)
-    try:
-        socket.connect(str(where))
-    except zmq.ZMQError as error:
-        raise listen_error(where, error) from None
+    socket.connect(str(where))
 
 
 class BoundSocket:

@@ -305,7 +305,6 @@ class EndpointClient:
 
         Raises:
             ServerBusy: this process has as many sockets as it can have.
-            EndpointError: the endpoint can't be connected to.
         """
         try:
             socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -315,11 +314,7 @@ class EndpointClient:
             ) from None
         socket.setsockopt(zmq.ROUTING_ID, self._client_id + os.urandom(8))  # no count: `fork` would copy it
         socket.setsockopt(zmq.LINGER, 0)
-        try:
-            connect(socket, self.endpoint, self._keys)
-        except EndpointError:
-            socket.close()
-            raise
+        connect(socket, self.endpoint, self._keys)
         return socket
 
 
