@@ -18,6 +18,7 @@ from outrider.orchestrator.core.draft_pool import (
 )
 from outrider.orchestrator.events import Admit, Committed
 from outrider.protocol.messages import (
+    Alternatives,
     Branch,
     Branches,
     Close,
@@ -103,9 +104,16 @@ def test_foreign_or_stale_message_is_dropped_and_counted(
 CHAIN = (5, 6, 7)
 BRANCHES_TASK = Commit("r", 2, 9, 40, (1,), CHAIN, depth=2, branches=3)
 CHAIN_TASK = replace(BRANCHES_TASK, request="asked", verifying=None)
+TREE_TASK = replace(CHAIN_TASK, request="tree", min_prob=0.1)
 GOOD = Branches("r", 2, 9, 40, 2, (Branch((8,), (9, 9)), Branch((5, 6, 7, 8), (9,))), NONE, final=True)
 DRAFT = Drafted("asked", 2, 9, 40, (1, 2), NONE)
+TREE = replace(DRAFT, request="tree", alternatives=Alternatives((3, 4), (-1, 0), (0.2, 0.3)))
 Q = SparseQ(np.array([[9]], np.int32), np.array([[1.0]], np.float32))
+
+
+def with_alternatives(**changes: object) -> Drafted:
+    return replace(TREE, alternatives=replace(TREE.alternatives, **changes))  # type: ignore[arg-type]
+
 
 CASES: dict[str, tuple[Message, str]] = {
     "what was asked for": (GOOD, ""),
@@ -134,6 +142,13 @@ CASES: dict[str, tuple[Message, str]] = {
     "a foreign bonus": (replace(GOOD, entries=(Branch((VOCABULARY,), (8,)),)), "vocabulary"),
     "a foreign token in a chain": (replace(DRAFT, chain=(VOCABULARY,)), "vocabulary"),
     "odds of other tokens": (replace(DRAFT, odds=(0.5,)), "odds"),
+    "alternatives that were asked for": (TREE, ""),
+    "alternatives to a chain": (replace(TREE, request="asked"), "beside"),
+    "alternatives without odds": (with_alternatives(odds=(0.2,)), "beside"),
+    "alternatives with foreign odds": (with_alternatives(odds=(0.2, 1.5)), "beside"),
+    "a foreign alternative": (with_alternatives(tokens=(3, VOCABULARY)), "beside"),
+    "an alternative after another": (with_alternatives(parents=(-1, 2)), "beside"),
+    "an alternative that the chain has": (with_alternatives(tokens=(3, 2)), "beside"),
     "another q": (replace(DRAFT, chain=(8,), q=Q), "q"),
 }
 
@@ -144,7 +159,7 @@ def test_drafter_message_is_checked_against_its_tasks(
 ) -> None:
     validator, request = SentTasks(), cluster.rounds._requests["r"]
     request.round.epoch = 2
-    for told in (BRANCHES_TASK, CHAIN_TASK):
+    for told in (BRANCHES_TASK, CHAIN_TASK, TREE_TASK):
         validator.record("draft-0", told)
     assert validator.refusal(request, False, "draft-0", message, VOCABULARY) == verdict
     assert verdict in ("", LATE, *INVALID_KINDS)
