@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,21 @@ def test_logits_are_bit_equal_at_every_forward_width(
         parts = [fed(kv_cache, sequence, tokens[i : i + width], width > 16) for i in range(0, len(tokens), width)]
         assert np.array_equal(np.concatenate(parts), truth), width
         kv_cache.close(sequence)
+
+
+@pytest.mark.parametrize("min_rows", [2, 16])
+def test_padded_forwards_have_the_same_bits(
+    quantised: Quantised, min_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor whose kernels compute one row in another way gets at least two."""
+    model = quantised()
+    tokens, kv_cache = some_tokens(3, 12), open_kv_cache(model)
+    truth = fed(kv_cache, kv_cache.open(), tokens)
+    monkeypatch.setattr(model.cpu, "min_rows", min_rows)
+    sequence, parts = kv_cache.open(), []
+    for start, end in pairwise((0, 1, 2, 5, 12)):
+        parts.append(fed(kv_cache, sequence, tokens[start:end]))
+    assert np.array_equal(np.concatenate(parts), truth)
 
 
 @sums_fit
