@@ -31,7 +31,7 @@ from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Alternatives, Branches, Drafted, DraftTokens, Outcome, Span
 from outrider.protocol.ngrams import NgramIndex
-from outrider.protocol.schema import Origin, clip
+from outrider.protocol.schema import clip
 from outrider.protocol.trees import SparseQ
 
 NO_RANKS = range(0)
@@ -250,9 +250,7 @@ class RoundState:
         prepared = self.prepared.get((committed, verified.chain, verified.parents))
         if prepared is not None:
             return prepared
-        if not verified.parents:
-            return replace(propose_copy(verified.chain), lookup=Lookup.MISS)
-        return Proposal(verified.chain, Origin.PREPARED, Lookup.HIT, parents=verified.parents)
+        return replace(propose_copy(verified.chain), lookup=Lookup.MISS)
 
 
 @dataclass(slots=True)
