@@ -305,9 +305,7 @@ class Tree:
 
     def begin(self, feed: TreeFeed) -> TreeInput:
         """Assigns a column to each token; returns what the forward and its scores need of this tree."""
-        first, start = self.next_node, self._layout.end
-        if any(token is None and parent >= first for parent, token in zip(feed.parents, feed.tokens, strict=True)):
-            raise InvalidRequest("a token is None and its parent is fed in the same call; expected a token")
+        start = self._layout.end
         above = [self._column_of(parent) for parent in feed.parents]
         ids = [self._known_token(parent, token) for parent, token in zip(feed.parents, feed.tokens, strict=True)]
         histories = self._histories(feed.parents, ids) if self._sampler.needs_history else None
