@@ -93,8 +93,6 @@ def to_problem(error: Exception) -> Problem:
             methods = (headers or {}).get("Allow", "GET")  # static files have none
             methods = "GET, HEAD" if methods == "GET" else methods
             return Problem(f"this path does not support this method; expected {methods}", status=405, methods=methods)
-        case HTTPException(status_code=status, detail=detail):
-            return Problem(str(detail), status=status)
         case ServerBusy():
             return Problem(str(error), status=429, code="rate_limit_exceeded")
         case EndpointError() | WorkerError():
