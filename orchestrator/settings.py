@@ -220,6 +220,11 @@ class ServeSettings:
         return self.draft_backend not in ("ngram", "none") and not self.colocate
 
     @property
+    def no_worker_reason(self) -> str:
+        """The setting because of which there are no draft workers: a head sets `colocate`, too."""
+        return "colocate" if self.colocate and not self.drafts_with_head else f"draft_backend {self.draft_backend}"
+
+    @property
     def can_colocate(self) -> bool:
         """Whether the draft model of this draft worker could draft in the target's process instead.
 
@@ -244,16 +249,10 @@ class ServeSettings:
         """Whether there is no draft model: none is given, and none comes with the target."""
         return self.model is not None and self.model not in MODELS_WITH_DRAFT and self.draft_model is None
 
-    @property
-    def _instead_of_workers(self) -> str:
-        """The setting that keeps draft workers from starting, if one does. A head sets `colocate` itself."""
-        is_given = self.colocate and not self.drafts_with_head
-        return "colocate" if is_given else f"draft_backend {self.draft_backend}"
-
     def _find_conflicts(self) -> Iterator[str]:
         """Yields a sentence for each pair of settings that exclude each other."""
         if self.drafters > 1 and not self.has_draft_worker:
-            yield f"drafters is {self.drafters}, but {self._instead_of_workers} starts no draft workers; expected 1"
+            yield f"drafters is {self.drafters}, but {self.no_worker_reason} starts no draft workers; expected 1"
         yield from self._find_head_conflicts()
         if self.colocate:
             yield from self._find_colocate_conflicts()
@@ -301,7 +300,7 @@ class ServeSettings:
             )
         for name, value in (("draft_device", self.draft_device), ("draft_prefill", self.draft_prefill)):
             if value not in ("auto", "mlx"):
-                cause = self._instead_of_workers
+                cause = self.no_worker_reason
                 yield f"{name} {value} is for draft workers, but {cause} starts none; leave out one of them"
         if self.lacks_draft_model and self.draft_backend not in TARGET_HEADS:
             yield "colocate needs draft_model with model, or neither of them"

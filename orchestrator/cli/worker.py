@@ -61,10 +61,9 @@ def run(options: argparse.Namespace) -> int:
         options.model = options.draft_model  # a drafter needs only its own model, and its machine may have no other
     require_mlx()
     settings = ServeSettings(**flags.settings_of(options))
-    if options.role == "draft" and settings.colocate:
-        raise InvalidRequest("colocate drafts in the target's process; leave out --colocate for a draft worker")
     if options.role == "draft" and not settings.has_draft_worker:
-        raise InvalidRequest(f"draft_backend {settings.draft_backend} has no worker; expected mlx or coreml")
+        expected = "expected mlx or coreml without --colocate, or a head with --head-in draft-worker"
+        raise InvalidRequest(f"{settings.no_worker_reason} has no draft worker; {expected}")
     if options.shard and (options.role != "target" or settings.shards > 1):
         raise InvalidRequest("--shard is for one rank that mlx.launch starts; expected role target, and no --shards")
     if options.discover:
