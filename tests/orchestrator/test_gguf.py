@@ -245,6 +245,25 @@ def test_factor_of_attention_that_mlx_lacks_is_refused(tmp_path, kind):
                 converted(file)
 
 
+def test_scaling_of_long_contexts_is_read(tmp_path):
+    """YaRN's, and Phi's factors of each frequency, for a context beyond the one that the model was trained with."""
+    said = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 64}
+    config = read_config(
+        converted(write_gguf(tmp_path / "a.gguf", metadata={f"llama.rope.{key}": value for key, value in said.items()}))
+    )
+    scaling = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert config["rope_scaling"] == scaling
+    factors = {"long": np.linspace(1.05, 4, 8, dtype=np.float32), "short": np.ones(8, np.float32)}
+    tensors = {f"rope_factors_{length}.weight": values for length, values in factors.items()}
+    said = {"phi3.rope.scaling.original_context_length": 64, "phi3.rope.dimension_count": 16}
+    folder = converted(write_gguf(tmp_path / "b.gguf", "phi3", tied=False, tensors=tensors, metadata=said))
+    scaling = read_config(folder)["rope_scaling"]
+    assert (scaling["rope_type"], scaling["original_max_position_embeddings"]) == ("longrope", 64)
+    assert np.allclose(scaling["short_factor"], factors["short"])
+    rope = load(str(folder)).model.layers[0].self_attn.rope
+    assert np.allclose(np.array(rope._freqs), factors["long"] * 10000.0 ** (np.arange(0, 16, 2) / 16))
+
+
 def read_config(folder: Path) -> dict:
     return model_files.read_json(folder / "config.json")
 
