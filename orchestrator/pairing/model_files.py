@@ -227,7 +227,7 @@ def _fetch_from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Pat
     shown = f"{name} (in {MODEL_VARIABLE})" if name == os.environ.get(MODEL_VARIABLE) else name
     if name.startswith((".", "/", "~")) or not _REPOSITORY_ID.fullmatch(name):
         raise ModelError(f"no such path: {shown}; {_EXPECTED_NAME}")
-    from huggingface_hub import snapshot_download  # deferred: a local model doesn't need it
+    from huggingface_hub import HfApi, snapshot_download  # deferred: a local model doesn't need it
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns = [*_CONFIG_PATTERNS, *((shards or _WEIGHT_PATTERNS) if weights else ())]
@@ -236,7 +236,10 @@ def _fetch_from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Pat
         if not weights or _has_weights(cached, shards):
             return cached
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        found = Path(snapshot_download(name, allow_patterns=patterns))
+        if weights and not _has_weights(found, shards):  # it is also what the cache has if the hub can't be reached
+            HfApi().repo_info(name)
+        return found
     except Exception as error:  # the HTTP libraries of the hub's versions share no base class
         raise ModelError(f"no model {shown}: there is no such folder, and {_hub_error_reason(error)}") from None
 
@@ -261,9 +264,9 @@ def _hub_error_reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
         return f"the download can't be stored ({error.strerror}); free some space, or choose another folder (HF_HOME)"
     if constants.HF_HUB_OFFLINE:
-        return "offline mode is on (HF_HUB_OFFLINE, --offline) and the cache has no copy"
+        return "offline mode is on (HF_HUB_OFFLINE, --offline) and the cache has no complete copy"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return "Hugging Face can't be reached and the cache has no copy"
+        return "Hugging Face can't be reached and the cache has no complete copy"
     return f"Hugging Face can't be reached ({type(error).__name__})"
 
 

@@ -126,6 +126,32 @@ def test_failed_download_names_its_cause(monkeypatch, error, reason):
         find_model("org/name")
 
 
+def cached_repository(cache: Path, name: str, *files: str) -> None:
+    """A repository as Hugging Face's library keeps it, of which only these files have been fetched."""
+    snapshot = cache / f"models--org--{name}" / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("0")
+    places = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    for file in files:
+        (snapshot / file).write_text(json.dumps({"weight_map": places}))
+
+
+def test_model_that_is_cached_in_part_is_not_taken_for_whole(tmp_path, monkeypatch):
+    """Its download was cut off, or only the tokenizer was needed so far, and Hugging Face can't be reached now."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    shards, index = ("model-1.safetensors", "model-2.safetensors"), "model.safetensors.index.json"
+    cached_repository(tmp_path, "described", "config.json")
+    cached_repository(tmp_path, "half", "config.json", index, shards[0])
+    cached_repository(tmp_path, "whole", "config.json", index, *shards)
+    cached_repository(tmp_path, "single", "config.json", "model.safetensors")
+    assert [find_model(f"org/{name}").folder.name for name in ("whole", "single")] == ["0", "0"]
+    for name in ("described", "half"):
+        assert find_model(f"org/{name}", weights=False).folder.name == "0"
+        with pytest.raises(ModelError, match=f"^no model org/{name}: .* the cache has no complete copy"):
+            find_model(f"org/{name}")
+
+
 def test_unreadable_gguf_file_is_reported(tmp_path, monkeypatch):
     file = tmp_path / "a.gguf"
     file.write_bytes(b"GGUF")
