@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from outrider.orchestrator.core import draft_pool
 from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.events import Admit, RequestEnded
@@ -165,6 +166,21 @@ def test_left_out_drafter_gets_tokens_only_at_its_trial() -> None:
         and others.index("draft-1") >= POLICY.drafter_trial_rounds - 1
     )
     assert list(tried.tokens) == list(TEXT[10 : tried.base_len]) and told_since == 1
+
+
+def test_drafter_that_lacks_more_tokens_than_a_commit_holds_gets_the_whole_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draft_pool, "MAX_COMMIT_TOKENS", 8)
+    made = begun()
+    for name, lag_ms in (("draft-0", 1.0), ("draft-1", 10_000.0)):
+        made.rounds._draft_pool._latencies[name].lag_ms.add(lag_ms)
+    for _ in range(200):
+        made._turn()
+    (_, opened), tried = told(made, "draft-1", Open)[:2], told(made, "draft-1", Commit)[0]
+    assert isinstance(opened, Open) and isinstance(tried, Commit) and opened.verifying is None
+    assert opened.tokens.tolist() == list(TEXT[: tried.base_len]) and tried.tokens == ()
+    assert made.generated == list(TEXT[10:110]) and len(told(made, "draft-0", Open)) == 1
 
 
 def dies(made: Cluster, name: str) -> None:
