@@ -30,7 +30,7 @@ def model(tiny_model: Callable[..., Path]) -> LoadedModel:
 
 
 @pytest.fixture
-def worker(model: LoadedModel) -> tuple[TargetWorker, FakeLink]:
+def worker(model: LoadedModel, counted_clock: None) -> tuple[TargetWorker, FakeLink]:
     link = FakeLink("target-0")
     worker = TargetWorker(link, model)  # type: ignore[arg-type]
     answered(worker, link, [KvMemory(1 << 26)])
