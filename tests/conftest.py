@@ -20,8 +20,8 @@ from tests.tiny import Pair, write_model
 
 FIRST = ("system", "server", "coreml", "models", "orchestrator")
 """The rooms with files that take longest, which begin first: none of them is then left for one core at the end."""
-TOGETHER = ("server", "coreml")
-"""Rooms whose files share servers and packages: one process runs all of each."""
+TOGETHER = ("server", "coreml", "architecture")
+"""Rooms whose files share servers, packages or parsed sources: one process runs all of each."""
 
 settings.register_profile("untimed", deadline=None)  # no time decides a test
 settings.load_profile("untimed")
