@@ -22,6 +22,7 @@ from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE as MODEL
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
 from tests.halts import in_the_middle, slowed
+from tests.harness import faults as harness_faults
 from tests.harness.chaos import AT_ONCE, Load, Strike
 from tests.harness.faults import STARTED, Faults
 from tests.harness.random_identity import DIFFERENT
@@ -168,8 +169,10 @@ def test_request_without_a_target_waits_for_its_replacement(
     assert client.generate(PROMPT, TEXTS["greedy"]).token_ids == whole["greedy"].token_ids
 
 
-def test_load_with_faults_changes_no_text(cluster: LocalCluster) -> None:
+def test_load_with_faults_changes_no_text(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both workers are killed at once; then strangers send garbage, and clients leave."""
+    monkeypatch.setattr(harness_faults, "FRAMES", 100)  # texts are asked for as long as the faults last
+    monkeypatch.setattr(harness_faults, "CLIENTS", 8)
     client = cluster.client(timeout=LIMIT)
     load, faults = Load(client, 4, 0, cancels=True), Faults(cluster, random.Random("for a moment"))
     with load.running():
