@@ -39,9 +39,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         yield cluster.client()
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_every_drafter_keeps_the_text_and_is_reported_by_name(client: Client, temp: float) -> None:
-    params = SamplingParams(max_tokens=40, temp=temp, seed=3, ignore_eos=True)
+def test_every_drafter_keeps_the_text_and_is_reported_by_name(client: Client) -> None:
+    params = SamplingParams(max_tokens=40, temp=0.8, seed=3, ignore_eos=True)
     alone = client.generate(PROMPT, params, mode="ar")
     for (mode, drafter), origin in WAYS.items():
         expected = {origin} - {None, Origin.COPIED}
