@@ -17,7 +17,7 @@ PAIR = Profile(
 )  # fmt: skip
 SELF = replace(PAIR, name="a draft that is always right", draft=Latency(((1, 6.0),)), acceptance=(1.0,))
 NOTHING = replace(PAIR, name="a draft that knows nothing", acceptance=(0.02,), bonus_ranks=())
-TOKENS, TEXTS = 200, 2
+TOKENS, TEXTS = 200, 1
 ERRORS = {"ar": 0.9, "sd": 1.1, "ssd": 0.95}
 
 
