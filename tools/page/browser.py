@@ -12,7 +12,7 @@ from outrider.protocol.errors import InvalidRequest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-BROWSER_NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless",
     "--no-sandbox",
