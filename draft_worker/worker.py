@@ -1,17 +1,18 @@
 """The draft worker's loop: receives OPEN and COMMIT, sends BRANCHES and DRAFTED, runs one forward at a time.
 
-It handles messages between two forwards, so a new outcome redirects the work at once. `Inbox` lets it look at new
-messages while it reads a long prompt; messages that are not yet handled stay in order. Owns a `DraftRequest` with one
-token tree for each request; acts only on the newest commit; sends RESYNC if it has missed one. `OpLatency` measures its
-operations, so that it can announce how long the next one should take. Knows nothing of models.
+It handles messages between two forwards, so a new outcome redirects the work at once. A prompt is read in pieces, first
+come first served, with forwards of other requests between two of them. Owns a `DraftRequest` with one token tree for
+each request; acts only on the newest commit; sends RESYNC if it has missed one. `OpLatency` measures its operations, so
+that it can announce how long the next one should take. Knows nothing of models.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from outrider.drafters.drafter import Drafter
@@ -42,58 +43,11 @@ from outrider.protocol.worker_link import Link, WorkerLoop
 log = logging.getLogger(__name__)
 
 LATENCY_DECAY = 0.95
-_MAX_FORWARDS_BETWEEN_CHUNKS = 8  # forwards for other requests between two pieces of a prompt
-
-
-class ReadCancelled(Exception):
-    """The prompt that is being read is no longer needed."""
-
-
-class Inbox:
-    """The messages of `link`, in the order of their arrival."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._kept: deque[Message] = deque()
-
-    def next(self, wait: bool) -> Message | None:
-        """Returns the oldest message; if there is none, waits, or returns None if `wait` is False."""
-        return self._kept.popleft() if self._kept else self._link.receive(wait=wait)
-
-    def clear(self) -> None:
-        """Drops the messages that are not yet handled."""
-        self._kept.clear()
-
-    def take_for_others(self, request: str) -> list[Commit | Close]:
-        """Receives the messages that arrived while the prompt of `request` was read. Removes and returns COMMIT and
-        CLOSE of other open requests; those that follow an OPEN of their request stay.
-
-        Raises:
-            ReadCancelled: the worker shuts down, or the request was closed or opened again; earlier messages about it
-                are dropped.
-        """
-        while (message := self._link.receive(wait=False)) is not None:
-            self._kept.append(message)
-        kept = list(self._kept)
-        for index, message in enumerate(kept):
-            if isinstance(message, Shutdown) or (isinstance(message, Open | Close) and message.request == request):
-                others = [earlier for earlier in kept[:index] if getattr(earlier, "request", None) != request]
-                self._kept = deque([*others, *kept[index:]])
-                raise ReadCancelled
-        waiting, taken = {request}, list[Commit | Close]()
-        self._kept.clear()
-        for message in kept:
-            if isinstance(message, Commit | Close) and message.request not in waiting:
-                taken.append(message)
-                continue
-            self._kept.append(message)
-            if isinstance(message, Open):
-                waiting.add(message.request)
-        return taken
+_MAX_FORWARDS_BETWEEN_PIECES = 8  # forwards for other requests between two pieces of a text
 
 
 Operation = Literal["read", "grow", "chain"]
-"""Work between two checks for messages: a piece of a prompt, a forward of its trees, or a chain on request."""
+"""Work between two checks for messages: a piece of a text, a forward of its trees, or a chain on request."""
 
 
 class OpLatency:
@@ -105,10 +59,9 @@ class OpLatency:
     def record(self, operation: Operation, milliseconds: float) -> None:
         self._ms[operation] = max(milliseconds, LATENCY_DECAY * self._ms.get(operation, 0.0))
 
-    def expected_ms(self, *operations: Operation) -> float:
-        """Returns the time of these operations in sequence; 0 if one of them was never measured."""
-        known = [self._ms.get(operation, 0.0) for operation in operations]
-        return sum(known) if all(known) else 0.0
+    def expected_ms(self, operation: Operation) -> float:
+        """Returns the time of this operation; 0 if it was never measured."""
+        return self._ms.get(operation, 0.0)
 
 
 @dataclass(slots=True)
@@ -180,34 +133,28 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         self._compiler = compiler
         self._calibration = Calibration()
         self._batcher = DraftBatcher(self._calibration)
-        self._inbox = Inbox(link)
         self._op_latency = OpLatency()
-
-    def forget(self) -> None:
-        super().forget()
-        self._inbox.clear()
+        self._forwards_since_read = 0
 
     def turn(self) -> bool:
-        """Handles one message, or if there is none runs one forward for all requests. Returns False on SHUTDOWN."""
-        working = self._requests_with_work()
-        message = self._inbox.next(wait=not working)
+        """Handles one message, or if there is none runs one forward: for all requests, or to read a piece of a text.
+        Returns False on SHUTDOWN."""
+        working = [running for running in self._running.values() if running.owes_draft or running.work.has_work]
+        message = self._link.receive(wait=not working)
         if isinstance(message, Shutdown):
             return False
         if message is None:
             self._forward(working)
         else:
-            self._handle_or_fail(message)
+            self._run_or_fail(getattr(message, "request", None), partial(self._handle, message))
         return True
 
-    def _requests_with_work(self) -> list[DraftRequest]:
-        return [running for running in self._running.values() if running.owes_draft or running.work.has_work]
-
-    def _handle_or_fail(self, message: Message) -> None:
+    def _run_or_fail(self, request: str | None, task: Callable[[], None]) -> None:
+        """Runs a task of this request, and ends the request if it fails."""
         try:
             with wrap_model_errors("the drafter's forward"):
-                self._handle(message)
+                task()
         except OutriderError as error:
-            request = getattr(message, "request", None)
             running = self._running.get(request or "")
             self._fail(request, error, running.newest.round if running is not None else None)
 
@@ -233,40 +180,21 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             self._drop_stale(message)
             return
         self._close(message.request)
-        self._close_silent(lambda running: running.committed_ns)
+        self._close_silent(lambda running: math.inf if running.work.has_work else running.committed_ns)
         check_in_vocabulary(self._drafter, message.verifying or ())
         if self._memory is not None and not self._running:
             self._memory.restart()
 
-        self._link.expect(self._op_latency.expected_ms("read"))
-        read_ns = clock.now()
-
-        def progress(done: int, total: int) -> None:
-            nonlocal read_ns
-            self._record_latency("read", read_ns)
-            self._link.send(Prefilled(message.request, message.epoch, done, total))
-            self._work_for_others(message.request)
-            self._link.expect(self._op_latency.expected_ms("read"))
-            read_ns = clock.now()
-
-        try:
-            work = start_drafting(
-                self._drafter,
-                message.tokens.tolist(),
-                message.sampling,
-                message.eos,
-                self._fan_out,
-                self._calibration,
-                cached=max(round((message.rank_offset + message.branches) / (message.depth + 1)), 1),
-                progress=progress,
-                constraint=self._constraint(message),
-            )
-        except ReadCancelled:
-            return
-        if work.tree.cached:
-            done, total = work.tree.cached, len(message.tokens)
-            self._link.send(Prefilled(message.request, message.epoch, done, total, cached=done))
-        self._report()
+        work = start_drafting(
+            self._drafter,
+            message.tokens.tolist(),
+            message.sampling,
+            message.eos,
+            self._fan_out,
+            self._calibration,
+            cached=max(round((message.rank_offset + message.branches) / (message.depth + 1)), 1),
+            constraint=self._constraint(message),
+        )
         work.commit((), _make_branch_task(message))  # the chain under verification
         self._running[message.request] = DraftRequest(work, message, clock.now())
 
@@ -274,20 +202,6 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         if self._compiler is None:
             return None
         return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
-
-    def _work_for_others(self, request: str) -> None:
-        """Grows the trees of other requests between two pieces of this one's prompt.
-
-        Raises:
-            ReadCancelled: this request is no longer needed.
-        """
-        for _ in range(_MAX_FORWARDS_BETWEEN_CHUNKS):
-            for message in self._inbox.take_for_others(request):
-                self._handle_or_fail(message)
-            working = self._requests_with_work()
-            if not working:
-                return
-            self._forward(working)
 
     def _commit(self, message: Commit) -> None:
         running = self._running.get(message.request)
@@ -315,30 +229,50 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             running.work.add_features(message.position, message.rows)
 
     def _forward(self, working: Sequence[DraftRequest]) -> None:
-        """Drafts requested chains, then grows all trees by one forward; reads a piece of one long text."""
-        reading = [running for running in working if running.work.is_far_behind]
-        owed = [running for running in working if running.owes_draft and not running.work.is_far_behind]
-        growing = [running for running in working if not running.owes_draft and not running.work.is_far_behind]
+        """Drafts requested chains, then grows all trees by one forward. Reads a piece of the first text that must be
+        read if no other request has work, or after several forwards for the others."""
+        reading = [running for running in working if running.work.must_read]
+        others = [running for running in working if not running.work.must_read]
+        if reading and (not others or self._forwards_since_read >= _MAX_FORWARDS_BETWEEN_PIECES):
+            self._forwards_since_read = 0
+            self._run_or_fail(reading[0].newest.request, partial(self._read, reading[0]))
+            return
+        self._forwards_since_read += 1
+        owed = [running for running in others if running.owes_draft]
+        growing = [running for running in others if not running.owes_draft]
         if owed:
-            self._link.expect(self._op_latency.expected_ms("chain"))
             self._draft(owed)
-        if growing or reading:
-            operations: list[Operation] = ["grow", "read"] if reading else ["grow"]
-            self._link.expect(self._op_latency.expected_ms(*operations))
-            self._grow([*growing, *reading[:1]])
+        if growing:
+            self._grow(growing)
+
+    def _read(self, running: DraftRequest) -> None:
+        """Reads a piece of a request's text, or takes it from the prompt cache."""
+        started_ns = self._begin("read")
+        work, newest = running.work, running.newest
+        work.read()
+        self._record_latency("read", started_ns)
+        cached = work.tree.cached
+        if cached == work.tree.committed_len:  # this piece came from the prompt cache
+            self._link.send(Prefilled(newest.request, newest.epoch, cached, work.committed_len, cached))
+        self._report()
+
+    def _begin(self, operation: Operation) -> int:
+        """Announces how long an operation should take; returns the time at which it begins."""
+        self._link.expect(self._op_latency.expected_ms(operation))
+        return clock.now()
 
     def _record_latency(self, operation: Operation, started_ns: int) -> None:
         self._op_latency.record(operation, (clock.now() - started_ns) / clock.MILLISECOND_NS)
 
     def _draft(self, owed: Sequence[DraftRequest]) -> None:
-        started_ns = clock.now()
+        started_ns = self._begin("chain")
         drafts = self._batcher.continuations([d.work for d in owed], [d.newest.depth for d in owed])
         for running in owed:
             running.owes_draft = False
         self._answer("chain", started_ns, owed, drafts)
 
     def _grow(self, growing: Sequence[DraftRequest]) -> None:
-        started_ns = clock.now()
+        started_ns = self._begin("grow")
         active = sum(running.newest.verifying is not None for running in self._running.values())
         branches = self._batcher.advance([running.work for running in growing], active)
         self._answer("grow", started_ns, growing, branches)

@@ -43,7 +43,7 @@ class TokenTree(Protocol):
 
     @property
     def cached(self) -> int:
-        """The number of leading tokens that came from the prompt cache."""
+        """The number of leading tokens that came from the prompt cache; known after the first `read`."""
 
     @property
     def committed_len(self) -> int:
@@ -78,11 +78,14 @@ class TokenTree(Protocol):
         """Returns the distributions that the nodes' continuations were drawn from, one row for each node; None without
         nodes, or if they are not drawn. Waits for them."""
 
-    def read(self, tokens: Sequence[int], more: bool = False) -> None:
-        """Commits `tokens`, which follow the root and were not drafted; the last one becomes the root. Waits.
+    def read(self, tokens: Sequence[int]) -> int:
+        """Commits a piece of `tokens`, which follow the committed ones and were not drafted. Waits.
 
-        Drops every pending node. Logits are computed for the last token only, so that many tokens take no more memory
-        than a prompt. With `more` there is no root until a later call reads the rest.
+        Drops every pending node. The last of `tokens` becomes the root; there is none until a later call reads the
+        rest. Logits are computed for that token only, so that a text of any length takes little memory.
+
+        Returns:
+            The length of the piece, or of the part of a new text that is in the prompt cache.
         """
 
     def commit(self, path: Sequence[int]) -> None:
@@ -123,11 +126,11 @@ class Drafter(Protocol):
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:
-        """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
+        """Returns a tree for a text that begins with `tokens` (at least one). Makes no forward: the caller reads the
+        tokens that the tree has not committed.
 
         Tokens that `constraint` excludes score -inf; a drafter without scores may ignore it, because the target does
         not. For residual sampling the tree draws if the drafter can; Saguaro's factor then lowers the weight of

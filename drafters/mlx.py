@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from outrider.drafters.drafter import TokenTree
 from outrider.engine.kv_cache import check_prompt
-from outrider.engine.kv_rows import PromptReader, ReadProgress
+from outrider.engine.kv_rows import PromptReader
 from outrider.engine.load_checks import measure_tree_cost, open_kv_rows
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.prompt_cache import PromptCache
@@ -49,11 +49,10 @@ class MlxDrafter:
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: ReadProgress = None,
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:
         check_prompt(tokens, self.vocab_size)
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
         kv_rows, draws = open_kv_rows(self.model, self._reader), Draws.of(sampling, cached)
-        return Tree(kv_rows, sampler, self.context_length, tokens, progress, draws, self.prompt_cache)
+        return Tree(kv_rows, sampler, self.context_length, draws, self.prompt_cache)

@@ -1,9 +1,9 @@
 """A drafter's work: feeds tokens, grows the branches that are pushed, and batches the forwards of several requests.
 
 A commit makes tokens final: they stay in the token tree, update the calibration, and are fed if they were not drafted;
-then the branches of the next chain under verification grow (`growth`). One `advance` is one forward of the drafter, so
-that its caller can read messages between two. `start_drafting` opens a request: the drafter reads its text, with drawn
-continuations if the request's sampling needs them.
+then the branches of the next chain under verification grow (`growth`). One `advance` or `read` is one forward of the
+drafter, so that its caller can handle messages between two. `start_drafting` opens a request, with drawn continuations
+if its sampling needs them.
 
 `DraftBatcher` feeds the tokens that several requests want to feed in one forward, under one budget of branches. If a
 joint forward fails, each request is tried alone, so that only those requests end whose own forward fails. `Capacity`
@@ -41,7 +41,6 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Halves
 from outrider.protocol.trees import TreeFeed
 
-_READ_CHUNK_TOKENS = 256  # committed tokens in a forward of their own, if more than `_MAX_TOKENS_WITH_CHAIN` wait
 _MAX_TOKENS_WITH_CHAIN = 16  # committed tokens that can be fed together with the chain
 
 # Below this many measurements there is no estimate.
@@ -55,19 +54,27 @@ _FORWARD_ACTION = "the draft's forward"  # what failed, in errors
 class WorkAhead:
     """Prepares the likely outcomes of the chain under verification; each forward makes all branches a token deeper.
 
-    Committed tokens that were not drafted wait until an `advance` feeds them: a few together with the chain, many
-    (after a time without drafts) in pieces that are only read. They also wait while a tree that reads the target's
+    Committed tokens that were not drafted wait until they are fed: a few together with the chain, many (a prompt, or
+    the text of a time without drafts) in pieces that are only read. They also wait while a tree that reads the target's
     features can't grow yet.
     """
 
-    def __init__(self, tree: TokenTree, eos: Collection[int], fan_out: FanOut, calibration: Calibration) -> None:
+    def __init__(
+        self,
+        tree: TokenTree,
+        eos: Collection[int],
+        fan_out: FanOut,
+        calibration: Calibration,
+        unread: Sequence[int] = (),
+    ) -> None:
+        """`unread`: the tokens of the text that the tree has not committed."""
         self.tree = tree
         self._eos = frozenset(eos)
         self._fan_out = fan_out
         self._calibration = calibration
         self.growth: BranchGrowth | None = None  # of the chain under verification
         self.proposed: ChainAlternatives | None = None
-        self._unfed: list[int] = []  # committed, and not yet fed
+        self._unfed = list(unread)  # committed, and not yet fed
         self._task = BranchTask(None, 0)
 
     @property
@@ -76,9 +83,10 @@ class WorkAhead:
         return self.tree.committed_len + len(self._unfed)
 
     @property
-    def is_far_behind(self) -> bool:
-        """Whether a continuation would first have to feed many tokens: `advance` feeds them in pieces."""
-        return len(self._unfed) > _MAX_TOKENS_WITH_CHAIN and self._can_grow
+    def must_read(self) -> bool:
+        """Whether `read` has to feed committed tokens before anything can grow: there are many, or there is no root."""
+        need_read = len(self._unfed) > _MAX_TOKENS_WITH_CHAIN or not self.tree.can_grow()
+        return bool(self._unfed) and need_read and self._can_grow
 
     @property
     def has_work(self) -> bool:
@@ -114,6 +122,11 @@ class WorkAhead:
         """Whether something can grow or be read before more features arrive."""
         return self.tree.can_grow(len(self._unfed))
 
+    def read(self) -> None:
+        """Reads a piece of the committed tokens that are not fed yet; after the last one, branches can be planned."""
+        self._unfed = self._unfed[self.tree.read(self._unfed) :]
+        self._begin_growth()
+
     def continuation(self, depth: int) -> Steps[Continuation]:
         """Returns the `depth` tokens after the committed text, chained on the device and evaluated once (SD)."""
         while self._unfed and self._can_grow:
@@ -146,15 +159,14 @@ class WorkAhead:
 
     def _catch_up(self) -> Steps[None]:
         """Makes one forward over committed tokens; after the last of them, branches can be planned."""
-        if self.is_far_behind or not self.tree.can_grow():
-            piece, self._unfed = self._unfed[:_READ_CHUNK_TOKENS], self._unfed[_READ_CHUNK_TOKENS:]
-            self.tree.read(piece, more=len(self._unfed) > _MAX_TOKENS_WITH_CHAIN)
-        else:
-            verifying = self._task.verifying
-            line = [*self._unfed, *(verifying or ())]
-            nodes = yield make_chain_feed(self.tree, self.tree.root, line, self._task.depth if verifying is None else 1)
-            self.tree.commit(nodes[: len(self._unfed)])
-            self._unfed = []
+        if self.must_read:
+            self.read()
+            return
+        verifying = self._task.verifying
+        line = [*self._unfed, *(verifying or ())]
+        nodes = yield make_chain_feed(self.tree, self.tree.root, line, self._task.depth if verifying is None else 1)
+        self.tree.commit(nodes[: len(self._unfed)])
+        self._unfed = []
         self._begin_growth()
 
     def _begin_growth(self) -> None:
@@ -173,14 +185,13 @@ def start_drafting(
     calibration: Calibration,
     *,
     cached: int = 1,
-    progress: Callable[[int, int], None] | None = None,
     constraint: Constraint | None = None,
 ) -> WorkAhead:
-    """Reads `tokens` and returns their `WorkAhead`. Continuations are drawn for residual sampling if the drafter can.
+    """Returns the work for a text that begins with `tokens`. Continuations are drawn for residual sampling if the
+    drafter can.
 
     Args:
         cached: the number of continuations of a node whose weight Saguaro's factor lowers.
-        progress: called as (tokens done, tokens in all); may raise to end the call.
         constraint: the text's grammar, so that only tokens that it allows are proposed.
 
     Raises:
@@ -188,7 +199,8 @@ def start_drafting(
     """
     check_in_vocabulary(drafter, tokens)
     check_in_context(drafter, len(tokens))
-    return WorkAhead(drafter.open(tokens, sampling, progress, constraint, cached), eos, fan_out, calibration)
+    tree = drafter.open(tokens, sampling, constraint, cached)
+    return WorkAhead(tree, eos, fan_out, calibration, tokens[tree.committed_len :])
 
 
 def check_in_context(drafter: Drafter, length: int) -> None:
@@ -297,11 +309,13 @@ class DraftBatcher:
 @dataclass(frozen=True, slots=True)
 class DraftTurn(Generic[Value]):
     """A request in the target's process that drafts up to `depth` tokens; `work` None: it can't draft. `draft` takes
-    the works and depths of all requests of one drafter, which share its forwards."""
+    the works and depths of all requests of one drafter, which share its forwards. Not `is_ready`: the drafter reads the
+    next piece of the text in another turn."""
 
     draft: Callable[[Sequence[Value], Sequence[int]], Sequence[Continuation | OutriderError]]
     work: Value | None
     depth: int
+    is_ready: bool = True
 
 
 class _Work(Protocol):

@@ -17,7 +17,7 @@ A `PromptReader` with the same weights may read prompts instead of the model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -39,9 +39,6 @@ from outrider.protocol.trees import ROOT, node_depths
 log = logging.getLogger(__name__)
 
 _ORT_PREFILL_CHUNK_TOKENS = 128  # as fast per token as 512, and other requests wait less
-
-ReadProgress = Callable[[int, int], None] | None
-"""A function that takes the tokens read so far and all tokens; it may raise to end the reading."""
 
 Array = mx.array | Floats
 Row = tuple[Array, int]
@@ -85,11 +82,9 @@ class KVRows:
     lazy = True
     has_extra_state = False
 
-    def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
-        """Feeds tokens as columns from 0 on, evaluated, in chunks; calls `progress(done, total)` if there are several.
-
-        Columns before `start` are already filled.
-        """
+    def prefill(self, tokens: Sequence[int], start: int = 0) -> int:
+        """Feeds a piece of `tokens` as columns from `start` on, evaluated. Returns how many it has fed."""
+        return len(tokens)
 
     @staticmethod
     def forward(texts: Sequence[Any], new: Sequence[NewRows]) -> mx.array:
@@ -154,6 +149,7 @@ class DenseKVRows(KVRows):
     together = False
     reader: PromptReader | None = None
     read = 0
+    _pieces: Iterator[LayerKVs] = iter(())  # those that the reader has still to read
 
     def __init__(self, model: LoadedModel, rows: ModelRows | None = None) -> None:
         """`rows`: where the columns are; None: the rows that all trees of this model share."""
@@ -162,32 +158,32 @@ class DenseKVRows(KVRows):
         self.sequence = self.rows.open()
         finalize(self, self.rows.drop, self.sequence)
 
-    def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
-        done = start
-        wanted = self.reader.readable(len(tokens)) if self.reader is not None and start == 0 else 0
-        if self.reader is not None:
+    def prefill(self, tokens: Sequence[int], start: int = 0) -> int:
+        if self.reader is not None and start == 0:
+            wanted = self.reader.readable(len(tokens))
             log.debug("the package reads %d of the prompt's %d tokens", wanted, len(tokens))
+            self._pieces = self.reader.read(tokens[:wanted]) if wanted else iter(())
         try:
-            for piece in self.reader.read(tokens[:wanted]) if self.reader is not None and wanted else ():
-                done = self.adopt(done, piece)
-                if progress is not None and done < len(tokens):
-                    progress(done, total)
+            piece = next(self._pieces, None)
         except ReadingFault as error:
-            log.warning("%s; the model reads the prompt from token %d on", error, done)
-        self.read += done - start
-        self._prefill_rest(tokens, done, progress, total)
+            log.warning("%s; the model reads the prompt from token %d on", error, start)
+            piece = None
+        if piece is None:
+            return self._prefill_by_model(tokens, start)
+        count = self.adopt(start, piece) - start
+        self.read += count
+        return count
 
-    def _prefill_rest(self, tokens: Sequence[int], start: int, progress: ReadProgress, total: int) -> None:
-        size = PREFILL_CHUNK_TOKENS if self.lazy else _ORT_PREFILL_CHUNK_TOKENS
-        for first in range(start, len(tokens), size):
-            segment = Segment(self.sequence.row, first, min(size, len(tokens) - first), long=True)
-            self.rows.run([tokens[first : segment.end]], [segment], logits_indices=())
+    def _prefill_by_model(self, tokens: Sequence[int], start: int) -> int:
+        count = min(len(tokens), PREFILL_CHUNK_TOKENS if self.lazy else _ORT_PREFILL_CHUNK_TOKENS)
+        if count:
+            segment = Segment(self.sequence.row, start, count, long=True)
+            self.rows.run([tokens[:count]], [segment], logits_indices=())
             self.sequence.length = segment.end
             if self.lazy:
                 mx.eval(self.rows.state())
                 mx.clear_cache()
-            if progress is not None and len(tokens) > size:
-                progress(self.sequence.length, total)
+        return count
 
     def adopt(self, start: int, layers: LayerKVs) -> int:
         """Fills the columns from `start` on; returns the first column after them."""
@@ -296,12 +292,13 @@ class RecurrentKVRows(DenseKVRows):
         super().__init__(model, _BatchRows(model))  # its own, because a forward puts its tree's state into the caches
         self._column_states: dict[int, _ColumnState] = {}
 
-    def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
-        if start == len(tokens):
-            return
+    def prefill(self, tokens: Sequence[int], start: int = 0) -> int:
+        if not tokens:
+            return 0
         self._put_states([start - 1])
-        super().prefill(tokens, progress, total, start)
-        self._column_states = {len(tokens) - 1: _ColumnState(self._states(), 0)}
+        count = super().prefill(tokens, start)
+        self._column_states = {start + count - 1: _ColumnState(self._states(), 0)}
+        return count
 
     def _forward_one(self, new: NewRows) -> mx.array:
         tokens, start, positions, seen, parents = new.lazy_tokens(), new.start, new.positions, new.seen, new.parents

@@ -369,9 +369,10 @@ def _find_tree_fault(model: LoadedModel, what: str, form: TreeForm) -> str:
 
 
 def open_unchecked_tree(model: LoadedModel, form: TreeForm, tokens: Sequence[int]) -> Tree:
-    """Opens a greedy tree of this form, whether or not it passes the checks."""
-    sampler = Sampler(SamplingParams(), model.vocab_size, normalised=False)
-    return Tree(form(model), sampler, model.context_length, tokens)
+    """Opens a greedy tree of this form that has read `tokens`, whether or not it passes the checks."""
+    tree = Tree(form(model), Sampler(SamplingParams(), model.vocab_size, normalised=False), model.context_length)
+    tree.read_all(tokens)
+    return tree
 
 
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
@@ -388,5 +389,5 @@ def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRo
 def measure_tree_cost(model: LoadedModel) -> KvCost:
     """Returns the memory that a tree of this model takes. Raises ModelError as `find_tree_form` does."""
     kv_rows = open_kv_rows(model)
-    kv_rows.prefill([0], None, 1)
+    kv_rows.prefill([0])
     return kv_rows.save(1).cost

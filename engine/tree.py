@@ -10,7 +10,7 @@ tokens in the order of feeding; each sees the prefix, its ancestors and itself. 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.engine.flat import Bools, Ints
-from outrider.engine.kv_rows import KVRows, NewRows, ReadProgress
+from outrider.engine.kv_rows import KVRows, NewRows
 from outrider.engine.prompt_cache import PromptCache, SavedPrefix
 from outrider.engine.residual import DrawnStep, Draws
 from outrider.engine.sampling import Sampler, SamplingMetadata
@@ -124,16 +124,11 @@ class Tree:
         kv_rows: KVRows,
         sampler: Sampler,
         context_length: int,
-        tokens: Sequence[int],
-        progress: ReadProgress = None,
         draws: Draws | None = None,
         cache: PromptCache | None = None,
     ) -> None:
-        """Prefills `tokens`; the last becomes the root, node 0, whose continuation is still lazy. Without tokens there
-        is no root until some are read.
-
-        With `draws` a node's continuation is drawn, else it is the best token. Tokens in `cache` are not read again.
-        """
+        """With `draws` a node's continuation is drawn, else it is the best token. Tokens in `cache` are not read
+        again."""
         self.kv_rows, self._sampler, self._context_length = kv_rows, sampler, context_length
         self._draws, self.draws = draws, draws is not None
         self._origin = 0  # the position of the first column's token; earlier tokens have no column
@@ -143,14 +138,7 @@ class Tree:
         self._nodes: dict[int, _Node] = {}
         self.next_node, self.root = 0, 0
         self._cache = cache if cache is not None else PromptCache(KvCost())
-        start = self._cache.find(tokens) if tokens else None
-        self.cached = start.length if start is not None else 0
-        if start is not None:
-            kv_rows.restore(start)
-            self._committed, self._layout = list(tokens[: start.length]), TreeLayout(start.length)
-        self._cache.enter(self, min(len(tokens) + sampler.params.max_tokens, context_length))
-        if tokens:
-            self.read(tokens[self.cached :], progress=progress)
+        self.cached = 0
 
     @property
     def committed_len(self) -> int:
@@ -218,24 +206,40 @@ class Tree:
         """Returns the scores [V] of the tokens after a node."""
         return self._node(node).step.row(self._nodes[node].row)
 
-    def read(self, tokens: Sequence[int], more: bool = False, progress: ReadProgress = None) -> None:
+    def read(self, tokens: Sequence[int]) -> int:
+        if not self._committed:
+            self._restore_cached(tokens)
+            if self.cached:
+                return self.cached
         self._compact()
-        self._committed += tokens
-        self._nodes = {}
-        self._feed_remaining(not more, progress)
+        start = len(self._committed)
+        count = self.kv_rows.prefill(tokens[:-1], start)
+        self._committed += tokens[:count]
+        self._layout, self._nodes = TreeLayout(start + count), {}
+        if count < len(tokens) - 1:
+            return count
+        self._feed_root(tokens[-1])
+        return len(tokens)
 
-    def read_in_steps(self, tokens: Sequence[int], depth: int = 1) -> Generator[TreeFeed, list[int], int]:
-        """The generator form of `read`: yields the root's feed, is sent the root's node, and returns it."""
-        self.read(tokens[:-1], more=True)
-        (root,) = yield TreeFeed([NO_PARENT], tokens[-1:], [depth])
-        self._commit_node(root)
-        return root
+    def read_all(self, tokens: Sequence[int]) -> None:
+        """Reads `tokens`, piece by piece."""
+        while tokens:
+            tokens = tokens[self.read(tokens) :]
+
+    def _restore_cached(self, tokens: Sequence[int]) -> None:
+        """Begins with the part of a text of these tokens that is in the prompt cache."""
+        start = self._cache.find(tokens)
+        if start is not None:
+            self.kv_rows.restore(start)
+            self.cached, self._layout = start.length, TreeLayout(start.length)
+            self._committed += tokens[: start.length]
+        self._cache.enter(self, min(len(tokens) + self._sampler.params.max_tokens, self._context_length))
 
     def add_features(self, position: int, rows: Halves) -> None:
         """Does nothing: only trees of heads read features."""
 
     def can_grow(self, ahead: int = 0) -> bool:
-        return True
+        return bool(self._nodes) or ahead > 0
 
     def commit(self, path: Sequence[int]) -> None:
         for node in path:
@@ -270,17 +274,9 @@ class Tree:
             self.kv_rows.keep(self._layout.prefix, self._layout.compact(self._recent, []))
         self._recent = []
 
-    def _feed_remaining(self, to_end: bool, progress: ReadProgress = None) -> None:
-        """Feeds the committed tokens that have no columns yet; with `to_end` the last one becomes the root."""
-        total, start = len(self._committed), self._layout.prefix
-        self.kv_rows.prefill(self._committed[: total - to_end], progress, total, start)
-        self._layout = TreeLayout(total - to_end)
-        if to_end:
-            self._feed_root()
-
-    def _feed_root(self) -> None:
-        """Makes the last committed token, which was not fed, the root."""
-        self._commit_node(self.feed([NO_PARENT], [self._committed.pop()])[0])
+    def _feed_root(self, token: int) -> None:
+        """Commits the token after the committed columns, which becomes the root."""
+        self._commit_node(self.feed([NO_PARENT], [token])[0])
 
     def _node(self, node: int) -> _Node:
         if node not in self._nodes:

@@ -28,7 +28,6 @@ from outrider.drafters.ngrams import NgramDraft, NgramDrafter
 from outrider.drafters.work_ahead import DraftBatcher, DraftTurn, WorkAhead, check_in_vocabulary, start_drafting
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, HiddenStatesListener, KVCache
-from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
@@ -54,17 +53,16 @@ def propose(turns: Sequence[DraftTurn[Any]]) -> list[Continuation | OutriderErro
 
 
 class ModelDraftSession:
-    """A request of a draft model. Each `turn` first commits the new tokens in the model's tree."""
+    """A request of a draft model. Each `turn` first commits the new tokens in the model's tree, and may read a piece of
+    the text."""
 
     def __init__(
         self,
         model: InProcessModel,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: ReadProgress,
         constraint: Constraint | None = None,
     ) -> None:
-        """Reads `tokens`; `progress(done, total)` may raise to end the reading."""
         self._drafter, self._draft = model.drafter, model.batcher.continuations
         self._work: WorkAhead | None = None
         # No outcomes are prepared, so there are no tokens whose weight Saguaro's factor could lower.
@@ -73,7 +71,7 @@ class ModelDraftSession:
         try:
             with wrap_model_errors("the draft model's reading of the text"):
                 self._work = start_drafting(
-                    self._drafter, tokens, unscaled, (), policy, calibration, progress=progress, constraint=constraint
+                    self._drafter, tokens, unscaled, (), policy, calibration, constraint=constraint
                 )
         except OutriderError as error:
             log.warning("%s", error)
@@ -93,7 +91,9 @@ class ModelDraftSession:
             self.close(discard=False)
             return DraftTurn(self._draft, None, task.depth)
         work.commit(new, BranchTask(None, task.depth, min_prob=task.min_prob))
-        return DraftTurn(self._draft, work, task.depth)
+        if work.must_read:
+            work.read()
+        return DraftTurn(self._draft, work, task.depth, is_ready=not work.must_read)
 
     def close(self, discard: bool) -> None:
         """Ends drafting; the text's state may serve later texts. `discard`: keep nothing, after a failure."""
@@ -156,7 +156,6 @@ class InProcessDrafters:
         self,
         slot: CacheSlot,
         sampling: SamplingParams,
-        progress: ReadProgress,
         constraint: Callable[[], Constraint | None],
         other: HiddenStatesListener | None = None,
     ) -> dict[str, Callable[[], DraftSession]]:
@@ -175,7 +174,7 @@ class InProcessDrafters:
         for name, proposer in self._drafters.items():
             match proposer:
                 case InProcessModel():
-                    sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, progress, constraint())
+                    sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, constraint())
                 case NgramDrafter():
                     sessions[name] = proposer.open_draft
                 case ExitDrafter():

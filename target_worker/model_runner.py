@@ -119,7 +119,7 @@ class ModelRunner:
         pairs, started_ns = [], clock.now()
         draft_together([request for request in running if request.needs_draft])
         for request in running:
-            if not request.has_next or request.needs_draft:  # its VERIFY arrived while others drafted
+            if not request.has_next or request.needs_draft:  # its drafter has not read the text yet
                 continue
             try:
                 pairs.append((request, request.next_input()))

@@ -316,7 +316,7 @@ class TargetRequest:
         return self.draft is not None and (self.autonomous or self.pending_verify is not None)
 
     def turn(self) -> DraftTurn[Any]:
-        """Returns the turn of its in-process drafter, whose session reads the text the first time."""
+        """Returns the turn of its in-process drafter, whose session opens the first time."""
         if self.draft is None or self.drafter not in self.drafters:
             known = ", ".join(self.drafters) or "no draft"
             raise InvalidRequest(f"this target has no in-process drafter {self.drafter!r}; expected {known}")
@@ -365,20 +365,18 @@ def draft_together(requests: Sequence[TargetRequest]) -> None:
 
 
 def _draft_with_one_drafter(requests: Sequence[TargetRequest]) -> None:
-    """The same for one drafter. While it reads a text, messages may close a request or ask for another draft."""
+    """The same for one drafter. A request whose text it has not read in full drafts in a later forward."""
     started_ns = clock.now()
-    turns: list[tuple[TargetRequest, InProcess | None, DraftTurn[Any]]] = []
+    turns: list[tuple[TargetRequest, DraftTurn[Any]]] = []
     for request in requests:
-        if not request.needs_draft:
-            continue
         try:
             with wrap_model_errors("the target's own drafter"):
-                turns.append((request, request.draft, request.turn()))
+                turn = request.turn()
         except OutriderError as error:
-            if request.needs_draft:
-                request.set_proposal(error, Span(started_ns, clock.now()))
-    turns = [turn for turn in turns if turn[0].needs_draft and turn[0].draft is turn[1]]
-    drafts = propose([turn for *_, turn in turns])
+            request.set_proposal(error, Span(started_ns, clock.now()))
+        else:
+            turns += [(request, turn)] if turn.is_ready else []
+    drafts = propose([turn for _, turn in turns])
     span = Span(started_ns, clock.now())
-    for (request, *_), draft in zip(turns, drafts, strict=True):
+    for (request, _), draft in zip(turns, drafts, strict=True):
         request.set_proposal(draft, span)

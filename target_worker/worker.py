@@ -262,7 +262,6 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         sessions = self._drafters.make_session_openers(
             slot,
             message.sampling,
-            lambda done, total: self._handle_messages(wait=False),  # while a drafter reads a long text
             lambda: self._constraint(message),
             listener.on_features if listener is not None else None,
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from outrider.drafters.drafter import Drafter
 from outrider.engine.kv_cache import CacheSlot, KVCache, SeparateKVCache
-from outrider.engine.kv_rows import ReadProgress
+from outrider.engine.kv_rows import KVRows
 from outrider.engine.load_checks import open_kv_rows, probe_abilities
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
@@ -36,10 +38,31 @@ def open_tree(
     model: LoadedModel,
     tokens: Sequence[int],
     params: SamplingParams,
-    progress: ReadProgress = None,
     draws: Draws | None = None,
     cache: PromptCache | None = None,
 ) -> Tree:
     """A tree that has read these tokens; without `draws` it proposes its best tokens, whatever the parameters."""
+    return open_tree_over(open_kv_rows(model), model, tokens, params, draws, cache)
+
+
+def open_tree_over(
+    kv_rows: KVRows,
+    model: LoadedModel,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    draws: Draws | None = None,
+    cache: PromptCache | None = None,
+) -> Tree:
+    """The same with these rows."""
     sampler = Sampler(params, model.vocab_size, normalised=False)
-    return Tree(open_kv_rows(model), sampler, model.context_length, tokens, progress, draws, cache)
+    tree = Tree(kv_rows, sampler, model.context_length, draws, cache)
+    tree.read_all(tokens)
+    return tree
+
+
+def open_read(drafter: Drafter, tokens: Sequence[int], sampling: SamplingParams, **others: Any) -> Any:
+    """A drafter's tree that has read these tokens."""
+    tree = drafter.open(tokens, sampling, **others)
+    while tree.committed_len < len(tokens):
+        tree.read(tokens[tree.committed_len :])
+    return tree

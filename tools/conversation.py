@@ -41,6 +41,8 @@ def make_drafter_turn(path: str) -> Turn:
     def turn(tokens: Sequence[int]) -> float:
         begun = time.perf_counter()
         tree = drafter.open(tokens, SAMPLING)
+        while tree.committed_len < len(tokens):
+            tree.read(tokens[tree.committed_len :])
         tree.best([tree.root])
         read = time.perf_counter() - begun
         tree.close()

@@ -31,7 +31,7 @@ from outrider.drafters.coreml.runtimes import Outputs, Runtime, RuntimeState
 from outrider.drafters.drafter import DrafterFault
 from outrider.engine.flat import Bools, Ints, LayerKVs, ancestor_mask
 from outrider.engine.kv_cache import check_prompt
-from outrider.engine.kv_rows import KVRows, NewRows, ReadingFault, ReadProgress
+from outrider.engine.kv_rows import KVRows, NewRows, ReadingFault
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
@@ -182,14 +182,12 @@ class CoreMLKVRows(KVRows):
     def length(self) -> int:
         return len(self._columns)
 
-    def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
+    def prefill(self, tokens: Sequence[int], start: int = 0) -> int:
         self._keep_columns(self._columns[:start])
-        step = self._layout.prefill.rows
-        for first in range(start, len(tokens), step):
-            chunk = tokens[first : first + step]
-            self.read(chunk, self._layout.function_for(len(chunk)))
-            if progress is not None and len(tokens) > step:
-                progress(self.length, total)
+        piece = tokens[: self._layout.prefill.rows]
+        if piece:
+            self.read(piece, self._layout.function_for(len(piece)))
+        return len(piece)
 
     def read(self, tokens: Sequence[int], function: PackageFunction) -> CallOutput:
         """Feeds the next tokens of a text without branches, at most as many as `function` has rows; see `forward`."""
@@ -317,14 +315,13 @@ class CoreMLDrafter:
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: ReadProgress = None,
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> CoreMLTree:
         check_prompt(tokens, self.vocab_size)
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
         draws = Draws.of(sampling, cached)
-        return CoreMLTree(CoreMLKVRows(self._host), sampler, self.context_length, tokens, progress, draws)
+        return CoreMLTree(CoreMLKVRows(self._host), sampler, self.context_length, draws)
 
 
 class PackageReader:

@@ -55,7 +55,7 @@ from outrider.drafters.coreml.runtimes import (
     open_runtime,
     os_build,
 )
-from outrider.engine.kv_rows import DenseKVRows
+from outrider.engine.kv_rows import DenseKVRows, KVRows
 from outrider.engine.load_checks import open_kv_rows
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.digest import cache_folder, replace_file
@@ -324,12 +324,17 @@ def measure_prompts(model: LoadedModel, package: Package, units: str) -> PromptT
     vocabulary = package.layout.architecture.vocab_size
     lengths = [length for length in PROMPT_LENGTHS if length <= package.layout.context]
 
+    def read(kv_rows: KVRows, tokens: list[int]) -> None:
+        done = 0
+        while done < len(tokens):
+            done += kv_rows.prefill(tokens[done:], done)
+
     def by_mlx(tokens: list[int]) -> None:
-        open_kv_rows(model).prefill(tokens, None, len(tokens))
+        read(open_kv_rows(model), tokens)
 
     def by_package(tokens: list[int]) -> None:
         kv_rows = open_kv_rows(model, reader)
-        kv_rows.prefill(tokens, None, len(tokens))
+        read(kv_rows, tokens)
         if not isinstance(kv_rows, DenseKVRows) or kv_rows.read != len(tokens):
             raise OutriderError("the package did not read the prompt")
 

@@ -27,7 +27,6 @@ from outrider.drafters.heads.kv_rows import BlockKVRows, MaskedKVRows, PairKVRow
 from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED, FeatureBuffer, FeatureKVCache, SavedPairs, make_kv_cache
 from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairTree
 from outrider.drafters.work_ahead import DraftTurn, run_together
-from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
@@ -78,12 +77,13 @@ class HeadDrafter:
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: ReadProgress = None,
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:
         """Returns a tree that reads `tokens` when their features arrive, and grows before later ones do."""
-        return self.tree(self.sampler(sampling, constraint), FeatureBuffer(), tokens)
+        tree = self.tree(self.sampler(sampling, constraint), FeatureBuffer())
+        tree.read(tokens)
+        return tree
 
     def open_draft(self, sampling: SamplingParams, constraint: Constraint | None = None) -> HeadDraft:
         """Returns the draft of a text in the target's process, which collects the text's features."""
@@ -96,17 +96,16 @@ class HeadDrafter:
         self,
         sampler: Sampler,
         features: FeatureBuffer,
-        tokens: Sequence[int] = (),
         cache: PromptCache | None = None,
         masks: bool = False,
     ) -> PairTree | BlockTree:
         """Returns a tree. `masks`: it only drafts after its committed text, by a block of masks if the head has one."""
         kv_cache, size = self.kv_cache, self.context_length
         if isinstance(kv_cache, FeatureKVCache):
-            return BlockTree(BlockKVRows(kv_cache, features), sampler, size, tokens, cache=cache)
+            return BlockTree(BlockKVRows(kv_cache, features), sampler, size, cache=cache)
         if masks and isinstance(self.head, MaskedHead):
-            return MaskedTree(MaskedKVRows(kv_cache, features), sampler, size, tokens, cache=cache)
-        return PairTree(PairKVRows(kv_cache, features), sampler, size, tokens, cache=cache)
+            return MaskedTree(MaskedKVRows(kv_cache, features), sampler, size, cache=cache)
+        return PairTree(PairKVRows(kv_cache, features), sampler, size, cache=cache)
 
     def continuations(self, drafts: Sequence[HeadDraft], depths: Sequence[int]) -> list[Continuation | OutriderError]:
         """Returns the `depths` tokens after each committed text, empty if features are missing. Waits.
@@ -249,5 +248,5 @@ class HeadDraft:
         count = self.features.end + 1
         if count > len(self._tokens) or not self._drafter.prompt_cache.wants(self._tokens):
             return False
-        tree.read(self._tokens[tree.committed_len : count], more=True)
+        tree.append(self._tokens[tree.committed_len : count])
         return True

@@ -186,7 +186,7 @@ class ExitDraft(HeadDraft):
     def __init__(self, drafter: ExitDrafter, sampler: Sampler, sequence: FlatSequence) -> None:
         super().__init__(drafter, sampler)
         self._sequence = sequence
-        self._tree = HeadTree(ExitKVRows(drafter, sequence), sampler, drafter.head.context_length, ())
+        self._tree = HeadTree(ExitKVRows(drafter, sequence), sampler, drafter.head.context_length)
 
     @property
     def is_up_to_date(self) -> bool:

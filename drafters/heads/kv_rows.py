@@ -36,7 +36,7 @@ from outrider.drafters.heads.pair_kv_cache import (
     SavedPairs,
 )
 from outrider.engine.flat import Ints, NodeSegment, Segment
-from outrider.engine.kv_rows import KVRows, NewRows, ReadProgress, Row, gather_rows, join_arrays
+from outrider.engine.kv_rows import KVRows, NewRows, Row, gather_rows, join_arrays
 from outrider.engine.prompt_cache import SavedPrefix
 from outrider.protocol.errors import ModelFault
 
@@ -89,17 +89,19 @@ class PairKVRows(FeatureKVRows):
         vectors, row = self._stand_ins[column]
         return are_finite(vectors[row])
 
-    def prefill(self, tokens: Sequence[int], progress: ReadProgress, total: int, start: int = 0) -> None:
-        """Implements `KVRows.prefill`; the features of all tokens have arrived. A few wait for the next forward."""
+    def prefill(self, tokens: Sequence[int], start: int = 0) -> int:
+        """Implements `KVRows.prefill`, for all `tokens`, whose features have arrived. A few wait for the next
+        forward."""
         self.sequence.length = start - len(self._unread)
-        before, count = self.origin - 1, len(tokens)
-        if count - self.sequence.length <= _MAX_PENDING_PAIRS:
-            self._unread += [(tokens[at], self.features.row(before + at)) for at in range(start, count)]
-            return
+        before, count = self.origin + start - 1, len(tokens)
+        if len(self._unread) + count <= _MAX_PENDING_PAIRS:
+            self._unread += [(token, self.features.row(before + at)) for at, token in enumerate(tokens)]
+            return count
         self.read_rest()
-        for begin in range(start, count, _READ_CHUNK_TOKENS):
+        for begin in range(0, count, _READ_CHUNK_TOKENS):
             end = min(begin + _READ_CHUNK_TOKENS, count)
             self._read(tokens[begin:end], self.features.between(before + begin, before + end))
+        return count
 
     def read_rest(self) -> None:
         """Reads the committed tokens that wait for the next forward."""

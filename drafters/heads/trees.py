@@ -9,12 +9,12 @@
 - A `MaskedTree` has pairs, and one block of masks after its committed text.
 
 A chain is a tree of one branch: its tokens are read with their true features when they are committed, and all nodes are
-dropped (`Tree.read_in_steps`).
+dropped (`HeadTree.read_in_steps`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,11 +33,10 @@ from outrider.drafters.heads.kv_rows import (
 )
 from outrider.drafters.heads.layers import LINK_CANDIDATES, BlockLink
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, SavedPairs
-from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import CandidateStep, Step, make_step
-from outrider.engine.tree import Tree, TreeInput, TreeLayout
+from outrider.engine.tree import NO_PARENT, Tree, TreeInput, TreeLayout
 from outrider.protocol.errors import ModelFault
 from outrider.protocol.trees import TreeFeed
 
@@ -56,6 +55,22 @@ class HeadTree(Tree):
         """Begins with the saved pairs of `tokens` before position `end`."""
         raise NotImplementedError
 
+    def read(self, tokens: Sequence[int]) -> int:
+        """Commits all of `tokens`, and reads those whose features have arrived."""
+        self._append(tokens, True)
+        return len(tokens)
+
+    def read_in_steps(self, tokens: Sequence[int], depth: int = 1) -> Generator[TreeFeed, list[int], int]:
+        """The generator form of `read`: yields the root's feed, is sent the root's node, and returns it."""
+        self.append(tokens[:-1])
+        (root,) = yield TreeFeed([NO_PARENT], tokens[-1:], [depth])
+        self._commit_node(root)
+        return root
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Commits and reads `tokens`; there is no root until a later call reads the rest."""
+        self._append(tokens, False)
+
     def shareable_tokens(self) -> list[int]:
         return self._committed[: self.pairs.stop + 1] if self.pairs and self.pairs.start == 0 else []
 
@@ -73,8 +88,22 @@ class HeadTree(Tree):
         if not self._nodes:
             self._feed_remaining(True)
 
-    def _feed_root(self) -> None:
-        super()._feed_root()
+    def _append(self, tokens: Sequence[int], to_end: bool) -> None:
+        self._compact()
+        self._committed += tokens
+        self._nodes = {}
+        self._feed_remaining(to_end)
+
+    def _feed_remaining(self, to_end: bool) -> None:
+        """Gives each committed token a column. With `to_end` the last one becomes the root, if the features before it
+        have arrived."""
+        has_root = to_end and self.can_grow()
+        self._layout = TreeLayout(len(self._committed) - has_root)
+        if has_root:
+            self._feed_root(self._committed.pop())
+
+    def _feed_root(self, token: int) -> None:
+        super()._feed_root(token)
         if not self.is_finite(self.root):
             raise ModelFault(NOT_FINITE_MESSAGE)
 
@@ -102,7 +131,7 @@ class PairTree(HeadTree):
         super()._commit_node(node)
         self.kv_rows.features.forget(len(self._committed) - 1)
 
-    def _feed_remaining(self, to_end: bool, progress: ReadProgress = None) -> None:
+    def _feed_remaining(self, to_end: bool) -> None:
         """Feeds the committed tokens whose features have arrived; with `to_end` the last one becomes the root."""
         features, total = self.kv_rows.features, len(self._committed)
         if features.begin == features.end:
@@ -115,12 +144,12 @@ class PairTree(HeadTree):
         if end <= self._origin + self._columns:
             return
         has_root = to_end and end == total
-        read = self._committed[self._origin : end - has_root]
-        self.kv_rows.prefill(read, None, total, self._columns)
-        self._layout = TreeLayout(len(read))
-        features.forget(self._origin + self._columns - 1)
+        start, count = self._columns, end - has_root - self._origin
+        self.kv_rows.prefill(self._committed[self._origin + start : self._origin + count], start)
+        self._layout = TreeLayout(count)
+        features.forget(self._origin + count - 1)
         if has_root:
-            self._feed_root()
+            self._feed_root(self._committed.pop())
 
 
 class SlotTree(HeadTree):
@@ -247,11 +276,3 @@ class BlockTree(SlotTree):
         pending, most = anchor - len(self._committed), self.kv_rows.depth - (last - anchor)
         tokens = path[pending:] if pending > 0 else [*self._committed[anchor:], *path]
         return DraftBlock(anchor, tokens, max(1, min(most if depth is None else depth, most)))
-
-    def _feed_remaining(self, to_end: bool, progress: ReadProgress = None) -> None:
-        """Gives each committed token a column. With `to_end` the last one becomes the root, if the features before it
-        have arrived."""
-        has_root = to_end and self.can_grow()
-        self._layout = TreeLayout(len(self._committed) - has_root)
-        if has_root:
-            self._feed_root()

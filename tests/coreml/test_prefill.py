@@ -36,6 +36,7 @@ from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import GOOD, SIZES, VOCAB, Bench
 from tests.harness.mil_interpreter import NumpyRuntime
+from tests.slots import open_read
 
 Figure = Callable[[str, float], None]
 STEPS = 40
@@ -85,12 +86,12 @@ def test_tree_grows_on_a_prompt_read_by_the_package(
     """By ONNX Runtime and by MLX; of a prompt beyond the package's context of 256 tokens the model reads the rest."""
     made = bench("llama", weights=weights, max_position_embeddings=1024)
     model, prompt = load(made.model_path), [*text, *text][:prompt_length]
-    done = list[tuple[int, int]]()
     columns = form(model if form is JointKVRows else replace(model, cpu=None))
     columns.reader = reader_of(made)
-    tree = Tree(columns, Sampler(SamplingParams(), VOCAB, normalised=False), 1024, prompt, lambda *at: done.append(at))
+    tree = Tree(columns, Sampler(SamplingParams(), VOCAB, normalised=False), 1024)
+    assert [tree.read(prompt), tree.read(prompt[64:])] == [64, 64]
+    tree.read_all(prompt[128:])
     assert columns.read == min(prompt_length - 1, 256)
-    assert done[:2] == [(64, prompt_length), (128, prompt_length)]
     exact, path, tip = made.mlx(), list(prompt), tree.root
     for token in text[:8]:
         expected = np.array(exact(mx.array([path]))[0, -1])
@@ -144,7 +145,7 @@ def test_model_reads_on_when_the_device_fails(
     made = bench("llama", weights="fp32")
     reader = PackageReader(made.package, Failing(made, how), 1)
     drafter = MlxDrafter(load(made.model_path), reader)
-    tree, alone = (d.open(text[:150], SamplingParams()) for d in (drafter, MlxDrafter(drafter.model)))
+    tree, alone = (open_read(d, text[:150], SamplingParams()) for d in (drafter, MlxDrafter(drafter.model)))
     found, expected = (t.candidates([t.root], VOCAB)[0] for t in (tree, alone))
     assert [c.token for c in found[:5]] == [c.token for c in expected[:5]]
     assert max(abs(a.gap - b.gap) for a, b in zip(found, expected, strict=True)) < 1e-3
@@ -272,8 +273,8 @@ def test_drafter_uses_the_package_only_where_measured_faster(
     assert messages[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
     drafter = make_drafter("mlx", model, messages.append)
     assert isinstance(drafter, MlxDrafter) and drafter.note == reader.note
-    tree = drafter.open(text[:150], SamplingParams())
-    alone = make_drafter("mlx", model, messages.append, "mlx").open(text[:150], SamplingParams())
+    tree = open_read(drafter, text[:150], SamplingParams())
+    alone = open_read(make_drafter("mlx", model, messages.append, "mlx"), text[:150], SamplingParams())
     assert tree.best([tree.root]) == alone.best([alone.root])
 
 

@@ -16,12 +16,14 @@ from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import load
+from outrider.protocol.clock import IDLE_REQUEST_TIMEOUT_NS
 from outrider.protocol.messages import (
     Branches,
     Close,
     Commit,
     Drafted,
     Fault,
+    KvMemory,
     Message,
     Open,
     Prefilled,
@@ -29,12 +31,12 @@ from outrider.protocol.messages import (
     Shutdown,
 )
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE, OrchestratorGone
+from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 from tests.columns import column_tokens
-from tests.system.links import FakeLink, Idle
+from tests.system.links import FakeLink, Idle, VirtualClock
 from tools.simulation.replay import ReplayDrafter, Script
 
-PIECE, CHUNK = 256, 128  # tokens a forward: of a text that was left behind, of a prompt
+PIECE = 128  # tokens of a text in a forward
 WIDE = {"vocab_size": 152_000, "max_position_embeddings": 8192, "hidden_size": 32, "num_hidden_layers": 1}
 BOUND = 100 * 2**20
 TEXT = [2 + 7 * i % 250 for i in range(6000)]
@@ -61,7 +63,7 @@ class CountingDrafter:
 
     def open(self, *arguments: Any) -> TokenTree:
         tree = self.inner.open(*arguments)
-        for name in ("feed", "begin", "read"):  # `begin`: trees of a model that are fed together
+        for name in ("feed", "begin"):  # `begin`: trees of a model that are fed together
             if hasattr(tree, name):
                 setattr(tree, name, self._counted(getattr(tree, name)))
         self.trees.append(tree)
@@ -204,15 +206,25 @@ def test_only_the_last_of_several_waiting_commits_is_worked_on(worker_under_test
     assert {m.round for m in worker_under_test.sent(Branches)} == {0, 10}
 
 
-def test_forwards_of_other_requests_come_between_the_pieces(worker_under_test: WorkerUnderTest) -> None:
+def test_forwards_of_other_requests_come_before_the_next_piece(worker_under_test: WorkerUnderTest) -> None:
     worker_under_test.finish(begin(50), begin(60, "s"))
     worker_under_test.turn(commit(50, 4050))
+    worker_under_test.turn()
     worker_under_test.turn(Commit("s", 0, 1, 61, (3,), (), 2, 4))
-    before = len(worker_under_test.link.sent)
-    for _ in range(4):
+    while not [m for m in worker_under_test.sent(Branches) if m.round == 1 and m.final]:
         worker_under_test.turn()
-    assert {getattr(m, "request", None) for m in list(worker_under_test.link.sent)[before:]} == {"s"}
-    assert len(worker_under_test.columns(0)) == 50 + 4 * PIECE
+        assert len(worker_under_test.columns(0)) == 50 + PIECE
+    worker_under_test.turn()
+    assert len(worker_under_test.columns(0)) == 50 + 2 * PIECE
+
+
+def test_prompt_is_read_on_although_others_always_have_work(worker_under_test: WorkerUnderTest) -> None:
+    worker_under_test.finish(begin(60, "s"))
+    worker_under_test.turn(begin(4000))
+    for number in range(1, 40):
+        worker_under_test.turn(Commit("s", 0, number, 60 + number, (TEXT[59 + number],), (), 2, 4))
+        worker_under_test.turn()
+    assert len(worker_under_test.columns()) >= 4 * PIECE
 
 
 def test_drafter_without_a_model_catches_up() -> None:
@@ -225,92 +237,118 @@ def test_drafter_without_a_model_catches_up() -> None:
 # --- while a prompt is read -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def between(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Message]]:
-    """Messages that arrive after the first chunk of a prompt."""
-    later: list[Message] = []
-    send = FakeLink.send
-
-    def told(self: FakeLink, message: Message) -> None:
-        send(self, message)
-        if isinstance(message, Prefilled):
-            self.inbox += later
-            later.clear()
-
-    monkeypatch.setattr(FakeLink, "send", told)
-    yield later
-    assert not later
+def begin_reading(worker_under_test: WorkerUnderTest, *news: Message) -> None:
+    """A prompt of 4,000 tokens, of which a piece has been read when messages arrive."""
+    worker_under_test.turn(begin(4000))
+    worker_under_test.turn()
+    assert len(worker_under_test.columns()) == PIECE
+    worker_under_test.link.inbox += news
 
 
 @pytest.mark.parametrize("news", [Close("r"), Shutdown()], ids=["close", "shutdown"])
-def test_reading_a_prompt_stops_after_close_or_shutdown(
-    worker_under_test: WorkerUnderTest, between: list[Message], news: Message
+def test_reading_a_prompt_stops_after_close_or_shutdown(worker_under_test: WorkerUnderTest, news: Message) -> None:
+    begin_reading(worker_under_test, Commit("r", 0, 1, 4001, (3,), (), 2, 4), news)
+    assert worker_under_test.turn()
+    assert worker_under_test.turn() == isinstance(news, Close)
+    if isinstance(news, Close):
+        assert not worker_under_test.turn(), "it does not wait"
+    assert len(worker_under_test.columns()) == PIECE and not worker_under_test.sent(Branches)
+
+
+def test_prompt_closed_while_it_is_read_leaves_its_row_and_its_part_in_the_cache(
+    worker_under_test: WorkerUnderTest,
 ) -> None:
-    between += [Commit("r", 0, 1, 4001, (3,), (), 2, 4), news]
-    worker_under_test.finish(begin(4000))
-    assert [m.done for m in worker_under_test.sent(Prefilled)] == [CHUNK] and not worker_under_test.drafter.trees
-    assert not worker_under_test.sent(Branches)
+    worker_under_test.finish(KvMemory(1 << 30))
+    begin_reading(worker_under_test, Close("r"))
+    worker_under_test.finish()
+    closed: Any = worker_under_test.drafter.trees[0]
+    assert closed.kv_rows.sequence.row < 0, "its row is not free"
+    worker_under_test.finish(begin(4000, "s"))
+    (prefilled,) = worker_under_test.sent(Prefilled)
+    assert (prefilled.request, prefilled.cached) == ("s", PIECE) and worker_under_test.columns() == TEXT[:4000]
 
 
-def test_newer_open_replaces_a_prompt_being_read(worker_under_test: WorkerUnderTest, between: list[Message]) -> None:
+def test_prompts_with_a_common_beginning_are_read_once(worker_under_test: WorkerUnderTest) -> None:
+    """Though all of them are opened before the first one is read."""
+    worker_under_test.finish(KvMemory(1 << 30))
+    begin_reading(worker_under_test, begin(3000, "s"), begin(3500, "t"))
+    worker_under_test.finish()
+    assert {m.request: m.cached for m in worker_under_test.sent(Prefilled)} == {"s": 2999, "t": 3499}
+    assert [len(worker_under_test.columns(tree)) for tree in range(3)] == [4000, 3000, 3500]
+
+
+def test_newer_open_replaces_a_prompt_being_read(worker_under_test: WorkerUnderTest) -> None:
     """What was said of the older one is no reason to ask for it again."""
     again = Open("r", 1, 0, np.array(TEXT[:60], np.int32), SAMPLING, (), 2, 4, ())
-    between += [Commit("r", 0, 1, 4001, (3,), (), 2, 4), again, Commit("r", 1, 1, 61, (TEXT[60],), (), 2, 4)]
-    worker_under_test.finish(begin(4000))
-    assert [m.done for m in worker_under_test.sent(Prefilled)] == [CHUNK] and len(worker_under_test.drafter.trees) == 1
-    assert worker_under_test.columns() == TEXT[:61]
-    assert not worker_under_test.sent(Resync) and {(m.epoch, m.round) for m in worker_under_test.sent(Branches)} == {
-        (1, 1)
-    }
+    old, new = Commit("r", 0, 1, 4001, (3,), (), 2, 4), Commit("r", 1, 1, 61, (TEXT[60],), (), 2, 4)
+    begin_reading(worker_under_test, old, again, new)
+    worker_under_test.finish()
+    assert len(worker_under_test.columns(0)) == PIECE and worker_under_test.columns() == TEXT[:61]
+    assert not worker_under_test.sent(Resync)
+    assert {(m.epoch, m.round) for m in worker_under_test.sent(Branches)} == {(1, 1)}
 
 
-def test_commits_during_a_prompt_are_handled_together(
-    worker_under_test: WorkerUnderTest, between: list[Message]
-) -> None:
-    between += [commit(1000 + i, 1001 + i, (), i + 1) for i in range(8)]
-    worker_under_test.finish(begin(1000), begin(20, "s"))
-    assert worker_under_test.columns(0) == TEXT[:1008]
+def test_commits_during_a_prompt_are_handled_together(worker_under_test: WorkerUnderTest) -> None:
+    begin_reading(worker_under_test, *[commit(4000 + i, 4001 + i, (), i + 1) for i in range(8)], begin(20, "s"))
+    worker_under_test.finish()
+    assert worker_under_test.columns(0) == TEXT[:4008]
     assert {m.round for m in worker_under_test.sent(Branches) if m.request == "r"} == {8}
     assert any(m.request == "s" for m in worker_under_test.sent(Branches))
 
 
-def test_trees_of_other_requests_grow_while_a_prompt_is_read(
-    worker_under_test: WorkerUnderTest, between: list[Message]
+def test_rounds_during_a_prompt_count_with_their_own_times(
+    worker_under_test: WorkerUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is said of them is heard between two pieces; what is said behind an OPEN waits for that."""
+    """Not with the time between two messages that have waited, by which a round would leave room for no branches."""
+    clock = VirtualClock()
+    monkeypatch.setattr("outrider.protocol.clock.now", clock)
+    begin_reading(worker_under_test)
+    for number in range(1, 12):
+        clock.skip(50 * 1_000_000)
+        worker_under_test.turn(commit(3999 + number, 4000 + number, (7,), number))
+    assert worker_under_test.worker._batcher.capacity._rounds(1) > 50
+
+
+def test_trees_of_other_requests_grow_while_a_prompt_is_read(worker_under_test: WorkerUnderTest) -> None:
+    """A prompt that comes later is read after the first one; messages about it are handled as they come."""
     worker_under_test.finish(begin(60, "s"))
-    between += [
-        Commit("s", 0, 1, 61, (TEXT[60],), (), 2, 4),
-        begin(20, "t"),
-        Commit("t", 0, 1, 21, (TEXT[20],), (), 2, 4),
-        commit(4000, 4001),
-    ]
-    worker_under_test.turn(begin(4000))
-    told = list(worker_under_test.link.sent)
-    done = [(m.round, m.final) for m in worker_under_test.sent(Branches) if m.request == "s"]
-    assert done[-1] == (1, True) and {m.request for m in worker_under_test.sent(Branches)} == {"s"}
-    last = max(i for i, m in enumerate(told) if isinstance(m, Branches))
-    assert sum(isinstance(m, Prefilled) for m in told[last:]) > 4000 // CHUNK - 3, "they waited for the prompt"
+    of_s = Commit("s", 0, 1, 61, (TEXT[60],), (), 2, 4)
+    of_t = Commit("t", 0, 1, 21, (TEXT[20],), (), 2, 4)
+    begin_reading(worker_under_test, of_s, begin(20, "t"), of_t, commit(4000, 4001))
+    while not any(m.round == 1 and m.final for m in worker_under_test.sent(Branches)):
+        worker_under_test.turn()
+    assert {m.request for m in worker_under_test.sent(Branches)} == {"s"}
+    assert len(worker_under_test.columns(1)) <= 2 * PIECE, "they waited for the prompt"
     worker_under_test.finish()
     assert not worker_under_test.sent(Resync)
     assert worker_under_test.columns() == TEXT[:21] and worker_under_test.columns(1) == TEXT[:4001]
 
 
-def test_dismissal_during_a_prompt_ends_the_worker(
+def test_failure_in_the_middle_of_a_prompt_ends_only_its_request(
     worker_under_test: WorkerUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no failure of the prompt's request, after which the worker would go on as if it were still a member."""
+    worker_under_test.finish(begin(60, "s"))
+    begin_reading(worker_under_test, Commit("s", 0, 1, 61, (TEXT[60],), (), 2, 4))
+    reading: Any = worker_under_test.drafter.trees[1]
 
-    def dismissed(_: FakeLink, wait: bool) -> Message | None:
-        raise OrchestratorGone("the cluster dismissed this worker")
+    def fail(*_: Any) -> None:
+        raise RuntimeError("[malloc] out of memory")
 
-    faults = list[Message]()
+    monkeypatch.setattr(reading.kv_rows, "prefill", fail)
+    worker_under_test.finish()
+    (fault,) = worker_under_test.sent(Fault)
+    assert fault.request == "r" and "out of memory" in fault.message
+    assert any((m.request, m.round, m.final) == ("s", 1, True) for m in worker_under_test.sent(Branches))
+    assert reading.kv_rows.sequence.row < 0, "its row is not free"
 
-    def sent(link: FakeLink, message: Message) -> None:
-        faults.extend([message] if isinstance(message, Fault) else [])
-        monkeypatch.setattr(FakeLink, "receive", dismissed)
 
-    monkeypatch.setattr(FakeLink, "send", sent)
-    with pytest.raises(OrchestratorGone):
-        worker_under_test.finish(begin(4000))
-    assert not faults
+def test_request_whose_prompt_is_read_for_a_long_time_is_not_closed(
+    worker_under_test: WorkerUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No message arrives while the target reads it, too."""
+    clock = VirtualClock()
+    monkeypatch.setattr("outrider.protocol.clock.now", clock)
+    begin_reading(worker_under_test)
+    clock.skip(2 * IDLE_REQUEST_TIMEOUT_NS)
+    worker_under_test.finish(begin(20, "s"))
+    assert worker_under_test.columns(0) == TEXT[:4000]

@@ -25,7 +25,7 @@ def test_expected_time_is_the_longest_seen_and_fades() -> None:
     for milliseconds in (10.0, 50.0, 10.0, 10.0):
         usual.record("grow", milliseconds)
     assert usual.expected_ms("grow") == pytest.approx(50 * LATENCY_DECAY**2)
-    assert usual.expected_ms("grow", "read") == 0.0, "it has never read"
+    assert usual.expected_ms("read") == 0.0, "it has never read"
 
 
 def test_each_operation_announces_its_expected_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,28 +44,32 @@ def test_each_operation_announces_its_expected_time(monkeypatch: pytest.MonkeyPa
         def __getattr__(self, name: str) -> Any:
             return getattr(self._inner, name)
 
-        def open(self, tokens: Any, sampling: Any, progress: Any, *_: Any) -> Any:
-            for done in range(1, 3):
-                clock.skip(100 * 1_000_000)
-                progress(done, 2)
-            tree = self._inner.open(tokens, sampling)
-            feed = tree.feed
+        def open(self, tokens: Any, sampling: Any, *_: Any) -> Any:
+            tree: Any = self._inner.open(tokens[:1], sampling)
+            feed, read = tree.feed, tree.read
 
             def slowly(*fed: Any) -> Any:
                 clock.skip(FORWARD_MS * 1_000_000)
                 return feed(*fed)
 
-            tree.feed = slowly  # type: ignore[method-assign]
+            def read_slowly(unread: Any) -> Any:
+                clock.skip(100 * 1_000_000)
+                tree.feed = feed
+                done = read(unread[:20])
+                tree.feed = slowly
+                return done
+
+            tree.read = read_slowly
             return tree
 
     link = RecordingLink("draft-0", deque())
     worker = DraftWorker(link, Slow(), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
-    opened = Open("r", 0, 0, np.array(TEXT[:5], np.int32), SamplingParams(), (), 2, 4, ())
+    opened = Open("r", 0, 0, np.array(TEXT[:50], np.int32), SamplingParams(), (), 2, 4, ())
     answered(worker, link, [opened])
-    first, *pieces, grown = announced[:4]
-    assert first == grown == 0 and all(100 <= piece < 120 for piece in pieces)
-    assert len(announced) > 4 and all(FORWARD_MS - 5 <= expected < 60 for expected in announced[4:])
+    first, piece, grown = announced[:3]
+    assert first == grown == 0 and 100 <= piece < 120
+    assert len(announced) > 3 and all(FORWARD_MS - 5 <= expected < 60 for expected in announced[3:])
     announced.clear()
     for round_ in (1, 2):
-        answered(worker, link, [Commit("r", 0, round_, 5, (), None, CHAIN, 0)])
+        answered(worker, link, [Commit("r", 0, round_, 50, (), None, CHAIN, 0)])
     assert announced[0] == 0 and (CHAIN - 1) * FORWARD_MS <= announced[1] < 100

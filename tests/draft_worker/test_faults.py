@@ -67,7 +67,8 @@ def test_next_orchestrator_hears_of_the_prompt_cache(tiny_model) -> None:
     link = FakeLink("draft-0")
     worker = DraftWorker(link, MlxDrafter(load(tiny_model("llama"))), FAN_OUT_POLICIES["best-first"])
     opened = Open("r", 0, 0, np.arange(2, 102, dtype=np.int32), SamplingParams(), (), 2, 4, ())
-    answered(worker, link, [KvMemory(2**30), opened, Close("r")])
+    answered(worker, link, [KvMemory(2**30), opened])
+    answered(worker, link, [Close("r")])
     worker.forget()
     assert any(isinstance(sent, CacheReport) and sent.use.bytes for sent in answered(worker, link, [KvMemory(2**30)]))
 

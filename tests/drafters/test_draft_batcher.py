@@ -17,6 +17,7 @@ from outrider.engine.loading import load
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from tests.columns import column_tokens
+from tests.slots import open_read
 from tools.simulation.replay import ReplayDrafter, Script
 
 TEXT = tuple(2 + 7 * i % 250 for i in range(400))
@@ -34,7 +35,7 @@ def drafter(request: pytest.FixtureRequest, tiny_model: Callable[..., Any]) -> D
 def begun(drafter: Drafter) -> list[WorkAhead]:
     works = []
     for number, length in enumerate(LENGTHS):
-        tree = drafter.open(TEXT[:length], SamplingParams(temp=0.8, seed=number))
+        tree = open_read(drafter, TEXT[:length], SamplingParams(temp=0.8, seed=number))
         works.append(WorkAhead(tree, (), FAN_OUT_POLICIES["best-first"], Calibration()))
     return works
 

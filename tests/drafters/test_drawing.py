@@ -20,6 +20,7 @@ from outrider.protocol.messages import Branches, Commit, Drafted, Message, Open
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
 from tests.alone import advanced, continued
+from tests.slots import open_read
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
 from tools.simulation.replay import ReplayDrafter, Script
@@ -42,7 +43,7 @@ def begin(drafter: MlxDrafter) -> Callable[[tuple[int, ...]], WorkAhead]:
 
 
 def opened(drafter: MlxDrafter, sampling: SamplingParams, tokens: tuple[int, ...] = PROMPT) -> WorkAhead:
-    return WorkAhead(drafter.open(tokens, sampling, cached=2), (), FAN_OUT_POLICIES["best-first"], Calibration())
+    return WorkAhead(open_read(drafter, tokens, sampling, cached=2), (), FAN_OUT_POLICIES["best-first"], Calibration())
 
 
 def same(q: SparseQ | None, other: SparseQ | None) -> bool:

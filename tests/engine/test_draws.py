@@ -84,7 +84,7 @@ def test_draws_follow_the_reported_probabilities(saguaro: float) -> None:
 
 
 def drawing_tree(model: LoadedModel, params: SamplingParams = PARAMS, prompt: list[int] = PROMPT) -> Tree:
-    return open_tree(model, prompt, params, None, Draws.of(params, 2))
+    return open_tree(model, prompt, params, Draws.of(params, 2))
 
 
 def fed_chain(tree: Tree, depth: int) -> list[int]:

@@ -16,12 +16,11 @@ from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
 from outrider.engine.load_checks import TreeForm, find_tree_form, measure_tree_cost, open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, CachedPrefix, PromptCache, SavedPrefix
-from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from tests.columns import column_tokens
-from tests.slots import open_tree
+from tests.slots import open_tree, open_tree_over
 
 Loaded = Callable[..., LoadedModel]
 COST = KvCost(0, 8)
@@ -174,11 +173,10 @@ def test_interrupted_slot_saves_only_committed_tokens(loaded: Loaded, family: st
 def test_tree_from_a_warm_cache_equals_that_from_a_cold_one(loaded: Loaded, form: TreeForm, family: str) -> None:
     model = loaded(family, seed=1)  # not that of the tests above, whose forwards have changed its output layer
     model = model if form is JointKVRows else replace(model, cpu=None)
-    sampler = Sampler(SamplingParams(max_tokens=8), model.vocab_size, normalised=False)
     cache = PromptCache(KvCost(0, 1), 1 << 30)
 
     def opened(tokens: Sequence[int], cache: PromptCache | None) -> Tree:
-        return Tree(form(model), sampler, model.context_length, tokens, cache=cache)
+        return open_tree_over(form(model), model, tokens, SamplingParams(max_tokens=8), cache=cache)
 
     first, line = opened(text(40), cache), text(60)
     _, after, _ = first.feed([first.root, first.root, first.root], [9, line[40], 11])

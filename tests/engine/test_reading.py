@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -24,8 +23,9 @@ class RecordingKVRows(DenseKVRows):
         self.told.append(("adopt", start, end))
         return end
 
-    def _prefill_rest(self, tokens: Sequence[int], start: int, progress: Any, total: int) -> None:
-        self.told.append(("read", start, len(tokens)))
+    def _prefill_by_model(self, tokens: Sequence[int], start: int) -> int:
+        self.told.append(("read", start, start + len(tokens)))
+        return len(tokens)
 
 
 class Reader:
@@ -51,25 +51,16 @@ class Reader:
     ("reader", "told"),
     [
         (Reader(0), [("read", 0, 10)]),
-        (Reader(10), [("adopt", 0, 4), ("adopt", 4, 8), ("adopt", 8, 10), ("read", 10, 10)]),
+        (Reader(10), [("adopt", 0, 4), ("adopt", 4, 8), ("adopt", 8, 10)]),
         (Reader(6), [("adopt", 0, 4), ("adopt", 4, 6), ("read", 6, 10)]),
         (Reader(10, good=1), [("adopt", 0, 4), ("read", 4, 10)]),
         (Reader(10, good=0), [("read", 0, 10)]),
     ],
 )
 def test_model_reads_the_tokens_that_the_reader_left(reader: Reader, told: list[tuple[str, int, int]]) -> None:
-    columns, seen = RecordingKVRows(reader), list[tuple[int, int]]()
-    columns.prefill(list(range(10)), lambda *at: seen.append(at), 11)
-    assert columns.told == told and columns.read == told[-1][1]
-    assert seen == [(end, 11) for what, _, end in told if what == "adopt" and end < 10]
-
-
-def test_exception_in_the_progress_callback_ends_the_reading() -> None:
-    columns = RecordingKVRows(Reader(10))
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        columns.prefill(list(range(10)), stop, 11)
-    assert columns.told == [("adopt", 0, 4)]
+    columns, done = RecordingKVRows(reader), 0
+    for _, start, end in told:
+        assert done == start
+        done += columns.prefill(list(range(done, 10)), done)
+        assert done == end
+    assert columns.told == told and columns.read == sum(end - start for what, start, end in told if what == "adopt")

@@ -12,12 +12,12 @@ import pytest
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
 from outrider.engine.loading import LoadedModel
 from outrider.engine.residual import Draws
-from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
 from tests.columns import column_tokens
+from tests.slots import open_tree_over
 
 Loaded = Callable[..., LoadedModel]
 KINDS = (
@@ -40,10 +40,9 @@ def planted(model: LoadedModel, form: Callable[..., Any]) -> list[Tree]:
     """A tree for each kind of sampling, each with a prompt of its own length."""
     trees = []
     for number, params in enumerate(KINDS):
-        sampler = Sampler(params, model.vocab_size, normalised=False)
         draws = Draws.of(params, 2)
         prompt = [2 + (7 + number) * i % 250 for i in range(5 + 13 * number)]
-        trees.append(Tree(form(model), sampler, model.context_length, prompt, draws=draws))
+        trees.append(open_tree_over(form(model), model, prompt, params, draws))
     return trees
 
 

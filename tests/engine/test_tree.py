@@ -20,13 +20,12 @@ from outrider.engine.load_checks import find_tree_form, open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.positions import TokenRope
 from outrider.engine.sampling import Sampler
-from outrider.engine.tree import Tree
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.ahead import said
 from tests.columns import column_tokens
-from tests.slots import open_slots, open_tree
+from tests.slots import open_slots, open_tree, open_tree_over
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]
@@ -145,24 +144,27 @@ def test_node_scores_equal_plain_forwards_by_the_cpus_kernels(loaded: Loaded, fa
 
 @pytest.mark.parametrize("form", [JointKVRows, DenseKVRows, RecurrentKVRows])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
-def test_undrafted_text_is_read_in_pieces(loaded: Loaded, family: str, form: Callable[..., Any]) -> None:
+def test_undrafted_text_is_read_in_pieces(
+    loaded: Loaded, family: str, form: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After drafts that came to nothing, and again after some that hold; then the tree grows as ever."""
     model = loaded(family)
     if form is not RecurrentKVRows and not model.attention_only:
         pytest.skip("not a form of this model")
     model = model if form is JointKVRows else replace(model, cpu=None)
     grown = TreeUnderTest(model, PENALISED, [2 + 11 * i % 250 for i in range(23)], family)
-    sampler = Sampler(PENALISED, model.vocab_size, normalised=False)
-    grown.tree = Tree(form(model), sampler, model.context_length, grown.texts[0])
-    for pieces in ((1,), (30, 17, 3), (2, 1)):
+    grown.tree = open_tree_over(form(model), model, grown.texts[0], PENALISED)
+    for size in ("_ORT_PREFILL_CHUNK_TOKENS", "PREFILL_CHUNK_TOKENS"):
+        monkeypatch.setattr(f"outrider.engine.kv_rows.{size}", 20)
+    for count, pieces in ((1, 1), (50, 3), (3, 1), (21, 1), (22, 2)):
         grown.feed(4, checked=1)
         grown.commit(1)
         grown.feed(9, checked=1)
         committed = list(grown.texts[grown.tree.root])
-        for number, count in enumerate(pieces, 1):
-            piece = [3 + 7 * (len(committed) + i) % 250 for i in range(count)]
-            grown.tree.read(piece, more=number < len(pieces))
-            committed += piece
+        committed += [3 + 7 * (len(committed) + i) % 250 for i in range(count)]
+        for number in range(pieces):
+            assert number == 0 or not grown.tree.can_grow()
+            grown.tree.read(committed[grown.tree.committed_len :])
         grown.texts = {grown.tree.root: committed}
         assert column_tokens(grown.tree) == committed and grown.tree.committed_len == len(committed)
         grown.check(grown.tree.root)
@@ -214,8 +216,8 @@ def test_sliding_window_holds_through_forks_and_commits(loaded: Loaded) -> None:
 
 def test_attention_model_has_the_same_scores_in_recurrent_form(loaded: Loaded) -> None:
     model = replace(loaded("llama"), cpu=None)
-    sampler = Sampler(GREEDY, model.vocab_size, normalised=False)
-    row, rows = (Tree(form(model), sampler, 1024, range(30, 50)) for form in (DenseKVRows, RecurrentKVRows))
+    prompt = list(range(30, 50))
+    row, rows = (open_tree_over(form(model), model, prompt, GREEDY) for form in (DenseKVRows, RecurrentKVRows))
     for tree in (row, rows):
         tree.feed([0, 0, 1, 2, 3], [7, 8, 9, 10, 4])
         tree.commit([1, 3])
@@ -305,12 +307,6 @@ def test_room_ends_with_the_context(loaded: Loaded) -> None:
     assert tree.room == 4
     tree.commit(tree.feed([tree.root], [5]))
     assert tree.room == 3
-
-
-def test_reading_a_long_prompt_reports_progress(loaded: Loaded) -> None:
-    seen: list[tuple[int, int]] = []
-    open_tree(loaded("llama"), [5] * 700, GREEDY, lambda done, total: seen.append((done, total)))
-    assert seen == [*((done, 700) for done in range(128, 699, 128)), (699, 700)]
 
 
 def test_nodes_outside_the_tree_are_refused(loaded: Loaded) -> None:

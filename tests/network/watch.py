@@ -319,7 +319,8 @@ class Watch:
     def _check_drafter(self, worker: Any) -> None:
         for name, one in worker._running.items():
             self._check_committed(name, column_tokens(one.work.tree))
-        self._check_memory(worker._drafter.prompt_cache, len(worker._running))
+        begun = [one for one in worker._running.values() if one.work.tree.committed_len]
+        self._check_memory(worker._drafter.prompt_cache, len(begun))
 
     def _check_committed(self, name: str, tokens: Sequence[int]) -> None:
         expected = self.requests[name].text.first(len(tokens))

@@ -200,83 +200,63 @@ def test_draft_request_without_a_drafter_is_a_fault() -> None:
     assert isinstance(fault, Fault) and "no in-process drafter" in fault.message
 
 
+# --- while the drafter reads a prompt of several pieces --------------------------------------------------------------
+
+LONG = np.tile(PROMPT, 500)
+
+
+def begin_reading(*others: Any) -> tuple[WorkerUnderTest, list[Any]]:
+    """A worker whose drafter has read the first piece of the prompt of "s", and its answers to `others`."""
+    worker_under_test = WorkerUnderTest()
+    worker_under_test.exchange(Open("s", 0, 0, LONG, SAMPLING))
+    first = replace(drafting(1, len(LONG) + 1), request="s")
+    answers = worker_under_test.exchange(first, *others, turns=1)
+    work = worker_under_test.worker._running["s"]._drafting["draft"]._work  # type: ignore[union-attr]
+    assert work is not None and work.must_read
+    return worker_under_test, answers
+
+
 def test_request_closed_while_the_drafter_reads_its_prompt_ends() -> None:
-    worker_under_test = WorkerUnderTest(np.tile(PROMPT, 500))
-    assert worker_under_test.exchange(drafting(1, 1501), Close("r")) == []
-    assert not worker_under_test.worker._running
+    worker_under_test, answers = begin_reading()
+    assert answers == worker_under_test.exchange(Close("s")) == []
+    assert worker_under_test.worker._running.keys() == {"r"}
 
 
-def test_request_closed_while_another_prompt_is_drafted_is_not_read() -> None:
-    worker_under_test = WorkerUnderTest(np.tile(PROMPT, 500))
-    prompt = np.tile(PROMPT, 600)
-    worker_under_test.exchange(Open("s", 0, 0, prompt, SAMPLING))
-    open_one = worker_under_test.own.drafter.open  # type: ignore[union-attr]
-
-    def closing(*arguments: Any, **named: Any) -> Any:
-        worker_under_test.worker._handle(Close("s"))
-        return open_one(*arguments, **named)
-
-    worker_under_test.own.drafter.open = closing  # type: ignore[union-attr, method-assign]
-    both = [drafting(1, 1501), replace(drafting(1, len(prompt) + 1), request="s")]
-    found = worker_under_test.exchange(*both, turns=2)
-    assert {answer.request for answer in found} == {"r"} and worker_under_test.opened == 1
+def test_other_requests_draft_between_the_pieces_of_a_prompt() -> None:
+    worker_under_test, answers = begin_reading(drafting(1, START))
+    assert worker_under_test.opened == 2 and {answer.request for answer in answers} == {"r"}
+    answers += worker_under_test.exchange()
+    ours, theirs = ([a for a in answers if a.request == name] for name in ("r", "s"))
+    assert text(ours) == TRUTH[START : START + LENGTH]
+    assert {len(drafted_chain(a)) for a in theirs[:3]} == {3}
+    alone = WorkerUnderTest(LONG)
+    assert text(theirs) == text(alone.exchange(drafting(1, len(LONG) + 1)))
 
 
-def test_close_during_another_prompt_does_not_affect_other_requests() -> None:
-    worker_under_test = WorkerUnderTest()
-    worker_under_test.exchange(Open("s", 0, 0, np.tile(PROMPT, 500), SAMPLING), Open("t", 0, 0, PROMPT, SAMPLING))
-    others = [replace(drafting(1, 1501), request="s"), replace(drafting(1, START), request="t")]
-    open_one = worker_under_test.own.drafter.open  # type: ignore[union-attr]
-
-    def closing(tokens: list[int], *arguments: Any, **named: Any) -> Any:
-        if len(tokens) > 1000:
-            worker_under_test.worker._handle(Close("r"))
-        return open_one(tokens, *arguments, **named)
-
-    worker_under_test.own.drafter.open = closing  # type: ignore[union-attr, method-assign]
-    found = worker_under_test.exchange(drafting(1, START), *others, turns=6)
-    ours = [a for a in found if a.request == "t"]
-    assert ours and text(ours) == TRUTH[START : START + len(text(ours))]
+def test_verify_replaces_the_draft_whose_prompt_is_read() -> None:
+    """The request does not wait for its drafter, which reads on when it is asked again."""
+    worker_under_test, _ = begin_reading()
+    at = len(LONG) + 1
+    (plain,) = worker_under_test.exchange(Verify("s", 0, 1, at, DraftTokens()))
+    assert (plain.round, plain.drafted) == (1, None)
+    drafted = worker_under_test.exchange(replace(drafting(2, at + 1), request="s"))
+    assert len(drafted_chain(drafted[0])) == 3 and worker_under_test.opened == 1
+    alone = WorkerUnderTest(LONG)
+    assert text([plain, *drafted])[:50] == text(alone.exchange(drafting(1, at)))[:50]
 
 
-def test_verify_during_another_prompt_is_drafted_in_the_next_forward() -> None:
-    worker_under_test = WorkerUnderTest()
-    worker_under_test.exchange(Open("s", 0, 0, np.tile(PROMPT, 500), SAMPLING))
-    open_one = worker_under_test.own.drafter.open  # type: ignore[union-attr]
+def test_failure_in_the_middle_of_a_prompt_ends_only_its_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    worker_under_test, _ = begin_reading()
 
-    def asking(tokens: list[int], *arguments: Any, **named: Any) -> Any:
-        if len(tokens) > 1000:
-            worker_under_test.worker._handle(drafting(1, START))
-        return open_one(tokens, *arguments, **named)
+    def fail(*_: Any) -> None:
+        raise RuntimeError("[malloc] out of memory")
 
-    worker_under_test.own.drafter.open = asking  # type: ignore[union-attr, method-assign]
-    found = worker_under_test.exchange(replace(drafting(1, 1501), request="s"))
-    assert not [answer for answer in found if isinstance(answer, Fault)]
-    ours = [answer for answer in found if answer.request == "r"]
-    assert ours and text(ours) == TRUTH[START : START + len(text(ours))]
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_verify_during_another_prompt_replaces_the_draft_under_way(order: str) -> None:
-    """`order`: whether the request is before or after the one whose prompt the drafter reads."""
-    long = np.tile(PROMPT, 500)
-    worker_under_test = WorkerUnderTest(long if order == "after" else PROMPT)
-    ours, other = ("s", "r") if order == "after" else ("r", "s")
-    worker_under_test.exchange(Open("s", 0, 0, PROMPT if order == "after" else long, SAMPLING))
-    answers = worker_under_test.exchange(replace(drafting(1, START), request=ours), turns=3)
-    at = START + len(text(answers))
-    open_one = worker_under_test.own.drafter.open  # type: ignore[union-attr]
-
-    def asking(tokens: list[int], *arguments: Any, **named: Any) -> Any:
-        if len(tokens) > 1000:
-            worker_under_test.worker._handle(Verify(ours, 0, answers[-1].round + 1, at, DraftTokens((TRUTH[at],))))
-        return open_one(tokens, *arguments, **named)
-
-    worker_under_test.own.drafter.open = asking  # type: ignore[union-attr, method-assign]
-    found = worker_under_test.exchange(replace(drafting(1, len(long) + 1, room=3), request=other))
-    assert not [answer for answer in found if isinstance(answer, Fault)]
-    verified = [(a.accepted, a.bonus, a.drafted) for a in found if a.request == ours]
-    assert verified == [(1, TRUTH[at + 1], None)]
+    tree: Any = worker_under_test.worker._running["s"]._drafting["draft"]._work.tree  # type: ignore[union-attr]
+    tree.kv_rows.prefill = fail
+    answers = worker_under_test.exchange()
+    assert not any(isinstance(a, Fault) or drafted_chain(a) for a in answers)
+    assert len(text(answers)) == LENGTH and "out of memory" in caplog.text
+    assert tree.kv_rows.sequence.row < 0, "its row is not free"
 
 
 class Fails(Exception):

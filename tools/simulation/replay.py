@@ -21,7 +21,6 @@ from typing import Any, cast
 import msgspec
 
 from outrider.drafters.drafter import Drafter, TokenTree
-from outrider.engine.kv_rows import ReadProgress
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
@@ -35,6 +34,7 @@ from tools.simulation.pace import BUSY_WAIT_SECONDS, Pace
 from tools.simulation.profile import Profile
 
 _MASK_64_BITS = 2**64 - 1
+_READ_CHUNK_TOKENS = 256
 # The purpose of a draw; the serial number of a wrong candidate is added to the last one.
 _ACCEPT, _RANK, _WRONG = 0, 1, 2
 
@@ -108,7 +108,6 @@ class ReplayDrafter:
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: ReadProgress = None,
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:
@@ -171,9 +170,11 @@ class ReplayTree:
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
         return None
 
-    def read(self, tokens: Sequence[int], more: bool = False) -> None:
-        for token in tokens:
+    def read(self, tokens: Sequence[int]) -> int:
+        piece = tokens[:_READ_CHUNK_TOKENS]
+        for token in piece:
             self.commit(self.feed([self.root], [token]))
+        return len(piece)
 
     def add_features(self, position: int, rows: Halves) -> None:
         """Does nothing."""
@@ -287,11 +288,12 @@ class PacedTree:
         self._pace.wait()
         return candidates
 
-    def read(self, tokens: Sequence[int], more: bool = False) -> None:
+    def read(self, tokens: Sequence[int]) -> int:
         ready = self._ready()
-        self.inner.read(tokens, more)
-        self._pace.end(len(tokens), ready)
+        count = self.inner.read(tokens)
+        self._pace.end(count, ready)
         self._pace.wait()
+        return count
 
 
 SLICE_SECONDS = 0.0003  # how long a message may wait while this thread sleeps
