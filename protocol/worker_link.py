@@ -96,11 +96,8 @@ def heartbeat_id(main_id: bytes) -> bytes:
     return main_id + b"/heartbeat"
 
 
-class OrchestratorGone(BaseException):
-    """The orchestrator no longer answers; only a worker that was started by hand survives that.
-
-    Not an Exception, because a message may be received in the middle of a request's work, which has not failed.
-    """
+class OrchestratorGone(Exception):
+    """The orchestrator no longer answers; only a worker that was started by hand survives that."""
 
 
 class WorkerLink(AbstractContextManager["WorkerLink"]):
