@@ -237,9 +237,8 @@ class BranchGrowth:
     """The growth of the branches of one chain.
 
     `_spine[k]` is the node after which the outcome (k, t) places its bonus token t: the root, then the chain's nodes as
-    far as they are fed; `_unfed` is the rest of the chain. `_candidates[k]` are the drafter's candidates there, None
-    until they are read. `_ranks[k]` are the candidates that get a branch, `_unforked` the k whose branches have not
-    begun.
+    far as they are fed. `_candidates[k]` are the drafter's candidates there, None until they are read. `_ranks[k]` are
+    the candidates that get a branch; for k below `_forked` their branches have begun.
     """
 
     def __init__(
@@ -260,22 +259,24 @@ class BranchGrowth:
         self._candidates: list[AlternativesAt | None] = [None] * (len(chain) + 1)
         self._ranks: list[range] = []
         self._growing: list[GrowingBranch] = []
-        self._complete: list[GrowingBranch] = []  # from nodes of earlier rounds, and not pushed yet
         self._has_begun = False
-        grows = self._depth > 0 and task.branches > 0
-        self._unfed = chain[len(fed) :] if grows else ()
-        self._unforked = list(range(len(chain) + 1)) if grows else []
+        self._forked = 0 if self._depth > 0 and task.branches > 0 else len(chain) + 1
 
     @property
     def has_work(self) -> bool:
         """Whether there is something to feed, or the end of the round has not been reported."""
-        return bool(not self._has_begun or self._unfed or self._unforked or self._growing)
+        return not self._has_begun or not self._is_forked or bool(self._growing)
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether all branches have begun, or there are to be none."""
+        return self._forked > len(self._chain)
 
     def request(self) -> BranchRequest | None:
         """Returns a request for the branches that it needs; None if they have been granted, or it needs none."""
-        if self._ranks or not self._unforked:
+        if self._ranks or self._is_forked:
             return None
-        self._read_candidates([k for k in self._unforked if k < len(self._spine)])
+        self._read_candidates(range(len(self._spine)))
         points = [at.point if at else None for at in self._candidates]
         return BranchRequest(points, self._task.branches, self._depth, self._task.rank_offset)
 
@@ -290,13 +291,13 @@ class BranchGrowth:
         """Makes one forward: begins new branches, feeds the rest of the chain, and grows the `rows` likeliest branches
         (None: all) by a token."""
         self._has_begun = True
-        self._fork()
+        complete = self._fork()
         grown = self._growing if rows is None else heapq.nlargest(rows, self._growing, key=lambda b: b.reach_prob)
         for branch, (token, odds) in zip(grown, (yield from self._feed(grown)), strict=True):
             branch.chain.append(token)
             branch.odds.append(odds)
         self._growing = [branch for branch in self._growing if len(branch.chain) < self._depth]
-        ready, self._complete = self._complete + grown, []
+        ready = complete + grown
         entries = tuple(
             Branch((*self._chain[: b.accepted], b.bonus), tuple(b.chain), self._alternatives(b), tuple(b.odds))
             for b in ready
@@ -317,33 +318,38 @@ class BranchGrowth:
     def _feed(self, grown: Sequence[GrowingBranch]) -> Steps[list[tuple[int, float]]]:
         """Feeds the rest of the chain and the next token of these branches. Returns the best continuation of each, with
         its odds."""
-        line = make_chain_feed(self._tree, self._spine[-1], self._unfed)
+        unfed = () if self._is_forked else self._chain[len(self._spine) - 1 :]
+        line = make_chain_feed(self._tree, self._spine[-1], unfed)
         parents = [*line.parents, *(b.nodes[-1] if b.nodes else self._spine[b.accepted] for b in grown)]
         tokens = [*line.tokens, *(None if b.nodes else b.bonus for b in grown)]
         if not tokens:
             return []
         depths = [*line.depths, *(self._depth - len(b.chain) for b in grown)]
-        nodes, fed = (yield TreeFeed(parents, tokens, depths)), len(self._unfed)
-        self._unfed = ()
-        self._spine += nodes[:fed]
-        for branch, node in zip(grown, nodes[fed:], strict=True):
+        nodes = yield TreeFeed(parents, tokens, depths)
+        self._spine += nodes[: len(unfed)]
+        tips = nodes[len(unfed) :]
+        for branch, node in zip(grown, tips, strict=True):
             branch.nodes.append(node)
-        return next_tokens(self._tree, nodes[fed:], self._calibration)
+        return next_tokens(self._tree, tips, self._calibration)
 
-    def _fork(self) -> None:
-        """Begins branches at the fork points that have been fed."""
-        ready = [k for k in self._unforked if k < len(self._spine)]
+    def _fork(self) -> list[GrowingBranch]:
+        """Begins branches at the fork points that have been fed; returns those that are complete."""
+        ready = range(self._forked, len(self._spine))
         if not ready:
-            return
-        self._unforked = self._unforked[len(ready) :]
+            return []
+        self._forked = len(self._spine)
         self._read_candidates(ready)
         points = [at.point if at else None for at in self._candidates]
         stop_probs = stop_probabilities(points, self._calibration)
+        begun: list[GrowingBranch] = []
         for k in ready:
             at, granted = self._candidates[k], self._ranks[k]
             for place, bonus in islice(enumerate(at.others), granted.start, granted.stop) if at else ():
                 share = self._calibration.bonus_probability(k == len(self._chain), place, points[k])
-                self._begin(GrowingBranch(k, bonus, stop_probs[k] * share))
+                begun.append(GrowingBranch(k, bonus, stop_probs[k] * share))
+                self._reuse_nodes(begun[-1])
+        self._growing += [branch for branch in begun if len(branch.chain) < self._depth]
+        return [branch for branch in begun if len(branch.chain) == self._depth]
 
     def _read_candidates(self, points: Sequence[int]) -> None:
         """Reads the drafter's unknown candidates at these fork points, without the chain's own token and EOS."""
@@ -356,8 +362,8 @@ class BranchGrowth:
             own = self._chain[k] if k < len(self._chain) else None  # it can't be the bonus token after k tokens
             self._candidates[k] = AlternativesAt.of(own, candidates, self._eos)
 
-    def _begin(self, branch: GrowingBranch) -> None:
-        """Begins a branch; its first tokens may have been fed in an earlier round."""
+    def _reuse_nodes(self, branch: GrowingBranch) -> None:
+        """Adds the branch's first tokens as far as they were fed in an earlier round."""
         node = find_child(self._tree, self._spine[branch.accepted], branch.bonus, given=True)
         while node is not None and len(branch.chain) < self._depth:
             branch.nodes.append(node)
@@ -365,7 +371,6 @@ class BranchGrowth:
             branch.chain.append(token)
             branch.odds.append(odds)
             node = find_child(self._tree, node, token, given=False)
-        (self._growing if len(branch.chain) < self._depth else self._complete).append(branch)
 
     def _alternatives(self, branch: GrowingBranch) -> Alternatives | None:
         """Returns those alternatives to a complete branch's tokens that are likely enough to pay."""

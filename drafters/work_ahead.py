@@ -150,11 +150,9 @@ class WorkAhead:
 
         Returns None if committed tokens were fed, so that there is nothing to push.
         """
-        if self._unfed:
+        if self.growth is None:
             yield from self._catch_up()
             return None
-        if self.growth is None:
-            return ReadyBranches((), 0, True)
         return (yield from self.growth.advance(rows))
 
     def _catch_up(self) -> Steps[None]:
