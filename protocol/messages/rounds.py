@@ -366,9 +366,10 @@ class PromptKv(EpochMessage, frozen=True):
 
 
 class Prefilled(EpochMessage, frozen=True):
-    """Worker -> orchestrator: how much of a long prompt has been read.
+    """Worker -> orchestrator: how much of a long prompt the target has read.
 
-    `cached` is the number of its first tokens that came from the prompt cache; it is reported for short prompts, too.
+    `cached` is the number of its first tokens that came from the prompt cache; it is reported for short prompts, too,
+    and by drafters, which report nothing else.
     """
 
     done: Count
