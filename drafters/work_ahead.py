@@ -122,10 +122,11 @@ class WorkAhead:
         """Whether something can grow or be read before more features arrive."""
         return self.tree.can_grow(len(self._unfed))
 
-    def read(self) -> None:
-        """Reads a piece of the committed tokens that are not fed yet; after the last one, branches can be planned."""
+    def read(self) -> bool:
+        """Reads a piece of the committed tokens that are not fed yet; returns whether no further one must be read."""
         self._unfed = self._unfed[self.tree.read(self._unfed) :]
         self._begin_growth()
+        return not self.must_read
 
     def continuation(self, depth: int) -> Steps[Continuation]:
         """Returns the `depth` tokens after the committed text, chained on the device and evaluated once (SD)."""
@@ -307,13 +308,13 @@ class DraftBatcher:
 @dataclass(frozen=True, slots=True)
 class DraftTurn(Generic[Value]):
     """A request in the target's process that drafts up to `depth` tokens; `work` None: it can't draft. `draft` takes
-    the works and depths of all requests of one drafter, which share its forwards. Not `is_ready`: the drafter reads the
-    next piece of the text in another turn."""
+    the works and depths of all requests of one drafter, which share its forwards. `read` first has to read the text,
+    a piece in each call, until it returns True; None: there is nothing to read."""
 
     draft: Callable[[Sequence[Value], Sequence[int]], Sequence[Continuation | OutriderError]]
     work: Value | None
     depth: int
-    is_ready: bool = True
+    read: Callable[[], bool] | None = None
 
 
 class _Work(Protocol):

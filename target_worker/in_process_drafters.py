@@ -53,8 +53,7 @@ def propose(turns: Sequence[DraftTurn[Any]]) -> list[Continuation | OutriderErro
 
 
 class ModelDraftSession:
-    """A request of a draft model. Each `turn` first commits the new tokens in the model's tree, and may read a piece of
-    the text."""
+    """A request of a draft model. Each `turn` first commits the new tokens in the model's tree."""
 
     def __init__(
         self,
@@ -91,9 +90,7 @@ class ModelDraftSession:
             self.close(discard=False)
             return DraftTurn(self._draft, None, task.depth)
         work.commit(new, BranchTask(None, task.depth, min_prob=task.min_prob))
-        if work.must_read:
-            work.read()
-        return DraftTurn(self._draft, work, task.depth, is_ready=not work.must_read)
+        return DraftTurn(self._draft, work, task.depth, work.read if work.must_read else None)
 
     def close(self, discard: bool) -> None:
         """Ends drafting; the text's state may serve later texts. `discard`: keep nothing, after a failure."""

@@ -365,17 +365,19 @@ def draft_together(requests: Sequence[TargetRequest]) -> None:
 
 
 def _draft_with_one_drafter(requests: Sequence[TargetRequest]) -> None:
-    """The same for one drafter. A request whose text it has not read in full drafts in a later forward."""
-    started_ns = clock.now()
+    """The same for one drafter. It reads texts first, until a piece leaves a text unread; such requests draft later."""
+    started_ns, is_reading = clock.now(), False
     turns: list[tuple[TargetRequest, DraftTurn[Any]]] = []
     for request in requests:
         try:
             with wrap_model_errors("the target's own drafter"):
                 turn = request.turn()
+                if turn.read is None or (not is_reading and turn.read()):
+                    turns.append((request, turn))
+                else:
+                    is_reading = True
         except OutriderError as error:
             request.set_proposal(error, Span(started_ns, clock.now()))
-        else:
-            turns += [(request, turn)] if turn.is_ready else []
     drafts = propose([turn for _, turn in turns])
     span = Span(started_ns, clock.now())
     for (request, _), draft in zip(turns, drafts, strict=True):

@@ -233,6 +233,19 @@ def test_other_requests_draft_between_the_pieces_of_a_prompt() -> None:
     assert text(theirs) == text(alone.exchange(drafting(1, len(LONG) + 1)))
 
 
+def test_one_prompt_is_read_at_a_time() -> None:
+    """Before each forward, first come first served, however many requests draft for the first time."""
+    worker_under_test = WorkerUnderTest()
+    worker_under_test.exchange(*(Open(name, 0, 0, LONG, SAMPLING) for name in "st"))
+    worker_under_test.link.inbox += [replace(drafting(1, len(LONG) + 1), request=name) for name in "st"]
+    unread = list[tuple[int, ...]]()
+    for _ in range(5):
+        worker_under_test.exchange(turns=1)
+        works: list[Any] = [worker_under_test.worker._running[name]._drafting["draft"] for name in "st"]
+        unread.append(tuple(len(session._work._unfed) for session in works))
+    assert unread == [(989, 1501), (477, 1501), (0, 989), (0, 477), (0, 0)]
+
+
 def test_verify_replaces_the_draft_whose_prompt_is_read() -> None:
     """The request does not wait for its drafter, which reads on when it is asked again."""
     worker_under_test, _ = begin_reading()
