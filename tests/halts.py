@@ -58,7 +58,7 @@ def in_the_middle(client: Client, start: Callable[[], Stream]) -> Iterator[tuple
 
 
 @contextmanager
-def slowed(pid: int, still_s: float = STILL_S) -> Iterator[None]:
+def slowed(pid: int, still_s: float = STILL_S, moving_s: float = MOVING_S) -> Iterator[None]:
     """A process that stands still nearly all the time: what it waits for is there sooner than on any machine."""
     over = threading.Event()
 
@@ -66,7 +66,7 @@ def slowed(pid: int, still_s: float = STILL_S) -> Iterator[None]:
         while not over.is_set():
             with still(pid):
                 over.wait(still_s)
-            over.wait(MOVING_S)
+            over.wait(moving_s)
 
     holding = threading.Thread(target=hold)
     holding.start()

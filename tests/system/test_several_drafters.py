@@ -67,7 +67,7 @@ def test_unusable_heads_are_noted_once_and_others_work(client: Client) -> None:
 
 
 def test_unknown_drafter_error_lists_the_available_ones(client: Client) -> None:
-    with pytest.raises(InvalidRequest, match="expected draft, eagle3, eagle3-2, eagle3-3, ngram"):
+    with pytest.raises(InvalidRequest, match="expected one of draft, eagle3, eagle3-2, eagle3-3, ngram"):
         client.generate(PROMPT, drafter="mtp")
     with pytest.raises(InvalidRequest, match="mode ssd is for draft workers"):
         client.generate(PROMPT, mode="ssd", drafter="eagle3")

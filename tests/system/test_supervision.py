@@ -123,7 +123,8 @@ def test_killed_drafter_rejoins_the_running_text(cluster: LocalCluster) -> None:
     long = replace(SAMPLED, max_tokens=450)
     stream = client.stream(PROMPT, long, mode="ssd")
     chunks = iter(stream)
-    with slowed(worker(client, "target").pid, 0.6):  # the text outlasts a drafter's start
+    # The text outlasts a drafter's start, and the target answers between two of its breaks on a slow machine, too.
+    with slowed(worker(client, "target").pid, still_s=0.6, moving_s=0.05):
         next(chunks)
         os.kill(worker(client, "draft").pid, signal.SIGKILL)
         while (draft := worker(client, "draft")).restarts == before or draft.state != "ready":
