@@ -115,7 +115,7 @@ def test_a_commit_keeps_descendants_and_drops_the_rest(bench: Callable[..., Benc
         (other,) = tree.feed([below], [8])
         with pytest.raises(InvalidRequest, match="does not follow"):
             tree.commit([other])
-        with pytest.raises(InvalidRequest, match="in the same call"):
+        with pytest.raises(InvalidRequest, match="not in the tree"):
             tree.feed([other, tree.next_node], [1, None])
 
 

@@ -143,12 +143,12 @@ CASES: dict[str, tuple[Message, str]] = {
     "a foreign token in a chain": (replace(DRAFT, chain=(VOCABULARY,)), "vocabulary"),
     "odds of other tokens": (replace(DRAFT, odds=(0.5,)), "odds"),
     "alternatives that were asked for": (TREE, ""),
-    "alternatives to a chain": (replace(TREE, request="asked"), "beside"),
-    "alternatives without odds": (with_alternatives(odds=(0.2,)), "beside"),
-    "alternatives with foreign odds": (with_alternatives(odds=(0.2, 1.5)), "beside"),
-    "a foreign alternative": (with_alternatives(tokens=(3, VOCABULARY)), "beside"),
-    "an alternative after another": (with_alternatives(parents=(-1, 2)), "beside"),
-    "an alternative that the chain has": (with_alternatives(tokens=(3, 2)), "beside"),
+    "alternatives to a chain": (replace(TREE, request="asked"), "alternatives"),
+    "alternatives without odds": (with_alternatives(odds=(0.2,)), "alternatives"),
+    "alternatives with foreign odds": (with_alternatives(odds=(0.2, 1.5)), "alternatives"),
+    "a foreign alternative": (with_alternatives(tokens=(3, VOCABULARY)), "alternatives"),
+    "an alternative after another": (with_alternatives(parents=(-1, 2)), "alternatives"),
+    "an alternative that the chain has": (with_alternatives(tokens=(3, 2)), "alternatives"),
     "another q": (replace(DRAFT, chain=(8,), q=Q), "q"),
 }
 

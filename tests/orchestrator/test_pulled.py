@@ -266,7 +266,7 @@ def test_ngrams_supplied_with_the_model_are_used(model, downloaded, tmp_path, mo
 
 
 def test_missing_draft_or_head_is_named(downloaded):
-    with pytest.raises(ModelError, match="no draft model comes with smollm2; expected --draft-model for colocate"):
+    with pytest.raises(ModelError, match="no draft model comes with smollm2; expected --draft-model"):
         choose_pair(ServeSettings(colocate=True))
     with pytest.raises(ModelError, match="no draft model comes with smollm2"):
         choose_pair(ServeSettings(draft_backend="coreml"))
