@@ -259,7 +259,7 @@ def _draw_panel(axes: Axes, found: Section) -> None:
         [row.against.value - row.against.low for row in found.rows],
         [row.against.high - row.against.value for row in found.rows],
     ]
-    colours = [OUR_COLOUR if row.name.startswith(("ssd", "auto")) else OTHER_COLOUR for row in found.rows]
+    colours = [OUR_COLOUR if row.name.startswith("ssd") or "auto" in row.name else OTHER_COLOUR for row in found.rows]
     axes.barh(range(len(values)), values, xerr=errors, color=colours, capsize=3, height=0.72)
     for at, row in enumerate(found.rows):
         axes.text(0.02, at, f"{row.against.value:.2f}", va="center", color="white", fontsize=8)
