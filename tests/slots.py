@@ -40,22 +40,12 @@ def open_tree(
     params: SamplingParams,
     draws: Draws | None = None,
     cache: PromptCache | None = None,
+    kv_rows: KVRows | None = None,
 ) -> Tree:
-    """A tree that has read these tokens; without `draws` it proposes its best tokens, whatever the parameters."""
-    return open_tree_over(open_kv_rows(model), model, tokens, params, draws, cache)
-
-
-def open_tree_over(
-    kv_rows: KVRows,
-    model: LoadedModel,
-    tokens: Sequence[int],
-    params: SamplingParams,
-    draws: Draws | None = None,
-    cache: PromptCache | None = None,
-) -> Tree:
-    """The same with these rows."""
+    """A tree that has read these tokens, with the model's usual rows or these; without `draws` it proposes its best
+    tokens, whatever the parameters."""
     sampler = Sampler(params, model.vocab_size, normalised=False)
-    tree = Tree(kv_rows, sampler, model.context_length, draws, cache)
+    tree = Tree(kv_rows or open_kv_rows(model), sampler, model.context_length, draws, cache)
     tree.read_all(tokens)
     return tree
 

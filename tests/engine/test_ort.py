@@ -36,7 +36,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 from tests.columns import column_tokens
-from tests.slots import open_tree_over
+from tests.slots import open_tree
 from tests.tiny import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
@@ -436,7 +436,8 @@ def test_tree_scores_and_choices_equal_those_of_mlx(loaded: Loaded, family: str)
     prompt = [(7 * i) % 250 for i in range(300)]
     assert find_tree_form(model) is JointKVRows
     both = [
-        open_tree_over(kv_rows, model, prompt, params) for kv_rows in (JointKVRows(model), DenseKVRows(on_mlx(model)))
+        open_tree(model, prompt, params, kv_rows=kv_rows)
+        for kv_rows in (JointKVRows(model), DenseKVRows(on_mlx(model)))
     ]
     for _ in range(3):
         bests = []
@@ -457,7 +458,7 @@ def test_rows_of_a_closed_tree_are_reused_without_a_trace(quantised: Quantised) 
     assert find_tree_form(model) is JointKVRows
 
     def tree(tokens: Sequence[int]) -> Tree:
-        return open_tree_over(JointKVRows(model), model, tokens, SamplingParams())
+        return open_tree(model, tokens, SamplingParams(), kv_rows=JointKVRows(model))
 
     first, second = tree(some_tokens(1, 40)), tree(some_tokens(2, 9))
     alone = np.array(second.scores(second.feed([second.root], [5])[0]))

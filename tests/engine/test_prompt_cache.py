@@ -20,7 +20,7 @@ from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from tests.columns import column_tokens
-from tests.slots import open_tree, open_tree_over
+from tests.slots import open_tree
 
 Loaded = Callable[..., LoadedModel]
 COST = KvCost(0, 8)
@@ -176,7 +176,7 @@ def test_tree_from_a_warm_cache_equals_that_from_a_cold_one(loaded: Loaded, form
     cache = PromptCache(KvCost(0, 1), 1 << 30)
 
     def opened(tokens: Sequence[int], cache: PromptCache | None) -> Tree:
-        return open_tree_over(form(model), model, tokens, SamplingParams(max_tokens=8), cache=cache)
+        return open_tree(model, tokens, SamplingParams(max_tokens=8), cache=cache, kv_rows=form(model))
 
     first, line = opened(text(40), cache), text(60)
     _, after, _ = first.feed([first.root, first.root, first.root], [9, line[40], 11])

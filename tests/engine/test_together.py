@@ -17,7 +17,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
 from tests.columns import column_tokens
-from tests.slots import open_tree_over
+from tests.slots import open_tree
 
 Loaded = Callable[..., LoadedModel]
 KINDS = (
@@ -42,7 +42,7 @@ def planted(model: LoadedModel, form: Callable[..., Any]) -> list[Tree]:
     for number, params in enumerate(KINDS):
         draws = Draws.of(params, 2)
         prompt = [2 + (7 + number) * i % 250 for i in range(5 + 13 * number)]
-        trees.append(open_tree_over(form(model), model, prompt, params, draws))
+        trees.append(open_tree(model, prompt, params, draws, kv_rows=form(model)))
     return trees
 
 

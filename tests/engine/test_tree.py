@@ -25,7 +25,7 @@ from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.ahead import said
 from tests.columns import column_tokens
-from tests.slots import open_slots, open_tree, open_tree_over
+from tests.slots import open_slots, open_tree
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]
@@ -153,7 +153,7 @@ def test_undrafted_text_is_read_in_pieces(
         pytest.skip("not a form of this model")
     model = model if form is JointKVRows else replace(model, cpu=None)
     grown = TreeUnderTest(model, PENALISED, [2 + 11 * i % 250 for i in range(23)], family)
-    grown.tree = open_tree_over(form(model), model, grown.texts[0], PENALISED)
+    grown.tree = open_tree(model, grown.texts[0], PENALISED, kv_rows=form(model))
     for size in ("_ORT_PREFILL_CHUNK_TOKENS", "PREFILL_CHUNK_TOKENS"):
         monkeypatch.setattr(f"outrider.engine.kv_rows.{size}", 20)
     for count, pieces in ((1, 1), (50, 3), (3, 1), (21, 1), (22, 2)):
@@ -217,7 +217,7 @@ def test_sliding_window_holds_through_forks_and_commits(loaded: Loaded) -> None:
 def test_attention_model_has_the_same_scores_in_recurrent_form(loaded: Loaded) -> None:
     model = replace(loaded("llama"), cpu=None)
     prompt = list(range(30, 50))
-    row, rows = (open_tree_over(form(model), model, prompt, GREEDY) for form in (DenseKVRows, RecurrentKVRows))
+    row, rows = (open_tree(model, prompt, GREEDY, kv_rows=form(model)) for form in (DenseKVRows, RecurrentKVRows))
     for tree in (row, rows):
         tree.feed([0, 0, 1, 2, 3], [7, 8, 9, 10, 4])
         tree.commit([1, 3])
