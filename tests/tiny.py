@@ -88,6 +88,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
     "qwen3_moe": {"model_type": "qwen3_moe", **_MOE},
+    "internlm3": {"model_type": "internlm3", "bias": True, "qkv_bias": True},
+    "mimo": {"model_type": "mimo", "tie_word_embeddings": False},
+    "nanbeige": {"model_type": "nanbeige"},
+    "seed_oss": {
+        "model_type": "seed_oss",
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "tie_word_embeddings": False,
+    },
     "phi3": {"model_type": "phi3", "tie_word_embeddings": False},
     "gemma2": {"model_type": "gemma2", "query_pre_attn_scalar": 16},
     "gemma3_text": {

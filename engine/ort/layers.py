@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "smollm3", "granite", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
+SUPPORTED_MODEL_TYPES = (
+    "llama", "mistral", "smollm3", "granite", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3",
+    "internlm3", "mimo", "nanbeige", "seed_oss",
+)  # fmt: skip
 """The check at load compares a few tokens only: what a type does at later positions must be known to `ort.graph`."""
 
 _HEAD_WIDTH_STEP = 16  # of GroupQueryAttention with a rope
@@ -81,6 +84,8 @@ class DecoderLayers:
             windows = [window_of(cache) for cache in make_prompt_cache(model)]
             if sum(getattr(layer, "use_sliding", False) for layer in layers) > sum(map(bool, windows)):
                 raise TypeError("it has layers with a window, but their caches keep all tokens")
+            if len(windows) != len(layers):
+                raise TypeError(f"its {len(layers)} layers have {len(windows)} caches")
             norm, table = find_final_norm(backbone), find_embedding(backbone)
             own, tokens = find_lm_head(model), None
             output = table if own is None else own

@@ -43,7 +43,10 @@ pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 
 Loaded = Callable[..., LoadedModel]
 Quantised = Callable[..., LoadedModel]
-SERVED = ["llama", "llama3", "mistral", "smollm3", "granite", "qwen2", "qwen3", "phi3", "gemma3_text"]
+SERVED = [
+    "llama", "llama3", "mistral", "smollm3", "granite", "qwen2", "qwen3", "phi3", "gemma3_text",
+    "internlm3", "mimo", "nanbeige", "seed_oss",
+]  # fmt: skip
 NATIVE = [(4, 32), (4, 64), (4, 128), (5, 32), (8, 32)]
 sums_fit = pytest.mark.skipif(
     platform.machine() == "x86_64" and not any("vnni" in flag or "amx" in flag for flag in cpu_flags()),
@@ -550,6 +553,17 @@ def test_window_of_a_layer_whose_cache_keeps_all_tokens_is_left_to_mlx(
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     assert loaded("smollm3", layer_types=kinds, sliding_window=8).cpu is None
     assert "it has layers with a window, but their caches keep all tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("nanbeige", {"num_loops": 2}),  # its layers are computed twice
+        ("internlm3", {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}),
+    ],
+)
+def test_what_the_graph_can_not_compute_is_left_to_mlx(loaded: Loaded, family: str, settings: dict[str, Any]) -> None:
+    assert loaded(family, **settings).cpu is None
 
 
 def test_layer_that_the_graph_does_not_know_is_refused(loaded: Loaded) -> None:
