@@ -2,8 +2,8 @@
 
 `probe_abilities` tries a model as a target; the reference is its own caches, fed one token at a time. It chooses the
 simplest caches with the right logits: those that roll back at once, else the model's own, copied before each chain,
-else the model's own without chains. If layers have a window, everything is tried past the window, too, after random
-keys and values, because computing so many would take minutes.
+else the model's own without chains. If layers have a window, everything is tried past the window, too, after
+repeated keys and values, because computing so many would take minutes.
 
 `open_kv_cache` opens a target's KV cache: texts share forwards if the logits stay right (`batch_logits_match`).
 `find_tree_form` finds the first form of a drafter's trees (`KVRows`) that reproduces the model's logits
@@ -55,9 +55,9 @@ _TEXT_TOKENS, _FINAL_TOKENS, _REJECTED_TOKENS = 9, 6, 3  # tokens: before the fi
 _CHAIN_TOLERANCE_FLOAT32, _CHAIN_TOLERANCE_HALF = 1e-3, 0.3  # allowed `deviations`: float32, and lower precision
 _WINDOW_ATTRIBUTES = ("max_size", "chunk_size", "window_size")  # the attributes of mlx-lm's caches
 _TOKENS_PAST_WINDOW = 64  # tokens of a filler that are outside the window
-_MAX_FILLED_WINDOW = 4096  # larger windows are not tried: random keys and values would take gigabytes
+_MAX_FILLED_WINDOW = 4096  # larger windows are not tried: keys and values would take gigabytes
 _MAX_READ_WINDOW = 512  # the same if a cache can't be filled, so that the filler has to be fed
-_WINDOW_EDGE_TOKENS, _EDGE_VALUE_FACTOR = 16, 30.0  # larger values there reveal an error of one token
+_WINDOW_EDGE_TOKENS, _EDGE_VALUE_FACTOR = 16, 300.0  # larger values there reveal an error of one token
 
 Filler = list[tuple[mx.array, mx.array] | None] | list[int]
 """What lies between a text's first and last tokens: keys and values of each cache that has them, or tokens."""
@@ -151,23 +151,21 @@ def _make_fillers(model: LoadedModel) -> list[Filler]:
     text.feed(_make_tokens(model, _TEXT_TOKENS))
     return [
         [],
-        [_make_random_kv(leaf, i, window) if hasattr(leaf, "keys") else None for i, leaf in enumerate(text.leaves)],
+        [_repeat_kv(leaf, i, window) if hasattr(leaf, "keys") else None for i, leaf in enumerate(text.leaves)],
     ]
 
 
-def _make_random_kv(leaf: Any, seed: int, window: int) -> tuple[mx.array, mx.array]:
-    """Returns random keys and values like those in the cache, for more tokens than a window has."""
+def _repeat_kv(leaf: Any, seed: int, window: int) -> tuple[mx.array, mx.array]:
+    """Returns the keys and values in the cache, repeated in random order for more tokens than a window has.
+
+    Not drawn from a normal distribution: with such keys Gemma 3 gives all attention to few tokens, and rounding alone
+    changes its logits as much as an error would.
+    """
     columns = window + _TOKENS_PAST_WINDOW
-    parts = []
-    for i, held in enumerate((leaf.keys, leaf.values)):
-        drawn = mx.random.normal((*held.shape[:2], columns, held.shape[3]), key=mx.random.key(2 * seed + i))
-        drawn *= mx.std(held[:, :, :_TEXT_TOKENS].astype(mx.float32))
-        if i == 1:
-            drawn *= mx.where(mx.arange(columns) < _TOKENS_PAST_WINDOW + _WINDOW_EDGE_TOKENS, _EDGE_VALUE_FACTOR, 1.0)[
-                :, None
-            ]
-        parts.append(drawn.astype(held.dtype))
-    return parts[0], parts[1]
+    order = mx.random.randint(0, _TEXT_TOKENS, (columns,), key=mx.random.key(seed))
+    keys, values = leaf.keys[:, :, order], leaf.values[:, :, order]
+    is_edge = mx.arange(columns) < _TOKENS_PAST_WINDOW + _WINDOW_EDGE_TOKENS
+    return keys, values * mx.where(is_edge, _EDGE_VALUE_FACTOR, 1.0)[:, None].astype(values.dtype)
 
 
 class _TrialText:
