@@ -108,7 +108,7 @@ def load(
     parameters = get_total_parameters(model)
     forward = None
     if mx.default_device().type == mx.cpu:
-        forward = _load_ort_forward(path, model, config["model_type"]) if ranks is None else None
+        forward = _load_ort_forward(path, model, config) if ranks is None else None
         if forward is None:
             report("converting to float32")
             model = _to_float32(model, parameters)
@@ -272,10 +272,11 @@ def _make_reduced_llama(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     return Reduced, llama.ModelArgs
 
 
-def _load_ort_forward(path: Path, model: nn.Module, model_type: str) -> OrtForward | None:
+def _load_ort_forward(path: Path, model: nn.Module, config: dict[str, Any]) -> OrtForward | None:
     """Returns ONNX Runtime's forwards, or None. With them MLX's weights stay in their files until they are used."""
     model.set_dtype(mx.float32)
-    forward = ort.open_forward(model, model_type, path)
+    bos = config.get("bos_token_id", (config.get("text_config") or {}).get("bos_token_id"))
+    forward = ort.open_forward(model, config["model_type"], path, bos if isinstance(bos, int) else None)
     if forward is not None:
         _release_weights(model, path)
         memory.release_memory()  # memory that only the session's creation needed

@@ -244,8 +244,9 @@ def kernel_name() -> str:
 
 
 def rounds_per_token(cached: CachedGraph | None) -> bool:
-    """Returns whether a graph rounds per token (`graph.build`): on CPUs whose products of 8-bit integers take hardly
-    longer for several tokens, if it is kept in the cache, because rounding weights again takes seconds."""
+    """Returns whether a graph rounds per token (`graph.build`) if that is precise enough: on CPUs whose products of
+    8-bit integers take hardly longer for several tokens, if it is kept in the cache, because rounding weights again
+    takes seconds."""
     return cached is not None and "amx_int8" in cpu_flags()
 
 

@@ -250,10 +250,9 @@ def test_outliers_do_not_take_the_levels_of_other_activations(
     model, config = quantize_model(model, config, 32, 8)
     tokens, decoder = np.array(some_tokens(1, 30), np.int32), DecoderLayers.of(model, "llama")
     own = np.array(model(mx.array(tokens[None]))[0])
-    monkeypatch.setattr(ort_forward, "rounds_per_token", lambda cached: True)
 
     def error() -> float:
-        found = forward.feed_in_pieces(OrtForward(decoder), tokens, (len(tokens),))
+        found = forward.feed_in_pieces(OrtForward(decoder, per_token=True), tokens, (len(tokens),))
         return float(np.sqrt(np.square(found - own).mean()) / own.std())
 
     rotated = error()
@@ -263,16 +262,14 @@ def test_outliers_do_not_take_the_levels_of_other_activations(
 
 
 @sums_fit
-def test_token_without_any_activation_has_the_logits_of_mlx(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_without_any_activation_has_the_logits_of_mlx(tiny_model: Callable[..., Path]) -> None:
     """Its largest activation is 0, and so is its scale."""
     model, config = load_model(tiny_model("llama"))
     model.model.embed_tokens.weight[5] = 0
     model, config = quantize_model(model, config, 32, 8)
-    monkeypatch.setattr(ort_forward, "rounds_per_token", lambda cached: True)
     tokens = np.array([5, 9, 5], np.int32)
-    found = forward.feed_in_pieces(OrtForward(DecoderLayers.of(model, "llama")), tokens, (1, 2))
+    per_token = OrtForward(DecoderLayers.of(model, "llama"), per_token=True)
+    found = forward.feed_in_pieces(per_token, tokens, (1, 2))
     own = np.array(model(mx.array(tokens[None]))[0])
     assert np.isfinite(found).all() and np.abs(found - own).max() < 0.3 * max(own.std(), 1)
 

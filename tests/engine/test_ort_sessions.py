@@ -26,7 +26,7 @@ from outrider.protocol import digest
 from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import ModelError
 from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
-from tests.engine.test_ort import PER_TOKEN
+from tests.engine.test_ort import PER_TOKEN, sums_fit
 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 
@@ -101,6 +101,37 @@ def test_cached_graph_is_used_without_another_build_or_check(
     monkeypatch.setattr(forward, "_to_embedding_rows", fail_if_called)
     monkeypatch.setattr(forward, "check_logits", fail_if_called)
     assert np.array_equal(logits(model), first)
+
+
+@sums_fit
+def test_graph_in_groups_is_kept_where_rounding_per_token_is_too_imprecise(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_groups: None
+) -> None:
+    expected = logits(model)
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr(forward, "rounds_per_token", lambda cached: True)
+    sound = graph.Builder._per_token
+    monkeypatch.setattr(graph.Builder, "_per_token", lambda b, x, whole: b.op("Sin", sound(b, x, whole)))
+    assert np.array_equal(logits(model), expected)
+    monkeypatch.setattr(graph, "build", fail_if_called)
+    assert np.array_equal(logits(model), expected)
+
+
+def test_text_of_the_check_begins_as_the_models_texts_do(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its first token a model may give all attention to few tokens, and rounding looks like an error."""
+    texts: list[list[int]] = []
+    sound = forward.feed_in_pieces
+
+    def note(of: Any, tokens: Any, *rest: Any, **settings: Any) -> Any:
+        texts.append([int(token) for token in tokens])
+        return sound(of, tokens, *rest, **settings)
+
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token_id": 77}))
+    monkeypatch.setattr(forward, "feed_in_pieces", note)
+    load(model)
+    assert {text[0] for text in texts} == {77}
+    assert len(set(texts[-1])) == len(texts[-1])
 
 
 @pytest.mark.parametrize(("bits", "factor"), [(4, 1.0), (8, 3.0), (6, 1.0), (None, 2.0)])
