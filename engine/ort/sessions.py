@@ -26,7 +26,7 @@ import onnxruntime as ort
 from outrider.engine.ort import exact_biases
 from outrider.protocol.digest import cache_folder, make_cached, model_digest, replace_file, use_cached
 from outrider.protocol.errors import ModelError, first_line
-from outrider.protocol.process import cpu_flags
+from outrider.protocol.process import cpu_flags, physical_memory
 from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MIN_WEIGHT_BYTES, _MAX_WEIGHT_BYTES = 2**22, 2**29  # smaller ones are quick to build, larger ones would fill disks
+_MIN_WEIGHT_BYTES = 2**22  # graphs of smaller weights are quick to build
+_MAX_SHARE_OF_MEMORY, _MAX_SHARE_OF_DISK = 1 / 8, 1 / 6  # of weights: writing a graph takes six and three times as much
 _READ_BYTES = 2**22  # read at a time
 _GRAPH_FILE, _WEIGHTS_FILE, _CHECKED_FILE = "graph.onnx", "weights.bin", "checked.json"
 _CPU_FLAGS = ("amx_int8", "avx512_vnni", "avx512f", "avx_vnni", "avx2")
@@ -110,14 +111,14 @@ class CachedGraph:
     def of(cls, model: Path) -> CachedGraph | None:
         """Returns the cached graph, existing or not, of the model in this folder; None: it is not cached."""
         files = [(file.name, file.stat()) for file in sorted(model.glob("model*.safetensors"))]
-        size = sum(stat.st_size for _, stat in files)
-        if not _MIN_WEIGHT_BYTES <= size <= _MAX_WEIGHT_BYTES:
+        if sum(stat.st_size for _, stat in files) < _MIN_WEIGHT_BYTES:
             return None
         code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
         written = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]  # the digest samples the weights
         state = json.dumps([model_digest(model), written, code, kernel_name(), num_threads()])
         name = f"{_short_hash(os.fspath(model.resolve()))}.{_short_hash(state)}"
-        return cls(cache_folder() / "graphs" / name)
+        cached = cls(cache_folder() / "graphs" / name)
+        return cached if cached.weights.exists() or _has_room(sum(stat.st_size for _, stat in files)) else None
 
     @property
     def file(self) -> str:
@@ -171,6 +172,15 @@ class CachedGraph:
         checked = {"least": min_rows, "all_cores": drafter_core() is not None}
         with suppress(OSError):
             replace_file(self.folder / _CHECKED_FILE, json.dumps(checked))
+
+
+def _has_room(weight_bytes: int) -> bool:
+    """Returns whether this machine can write the graph of weights of this size, and keep it."""
+    with suppress(OSError):
+        folder = next(path for path in (cache_folder(), *cache_folder().parents) if path.exists())
+        free = shutil.disk_usage(folder).free
+        return weight_bytes <= min(_MAX_SHARE_OF_MEMORY * physical_memory(), _MAX_SHARE_OF_DISK * free)
+    return False
 
 
 def _write_graph(graph: Graph, folder: Path) -> None:

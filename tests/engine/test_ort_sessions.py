@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -253,17 +254,32 @@ def test_unwritable_cache_does_not_change_the_logits(
     assert np.array_equal(logits(even), first)
 
 
-def test_graph_of_a_large_model_is_not_cached(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "_MAX_WEIGHT_BYTES", 1)
+@pytest.mark.parametrize("scarce", ["memory", "disk"])
+def test_graph_that_there_is_no_room_for_is_not_written_but_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scarce: str
+) -> None:
+    with monkeypatch.context() as patch:
+        shrink(scarce, patch)
+        logits(model)
+        assert kept(tmp_path) == []
     logits(model)
-    assert kept(tmp_path) == []
+    shrink(scarce, monkeypatch)
+    monkeypatch.setattr(graph, "build", fail_if_called)
+    logits(model)
+
+
+def shrink(scarce: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if scarce == "memory":
+        monkeypatch.setattr(sessions, "physical_memory", lambda: 1000)
+    else:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
 
 
 def test_graph_depends_only_on_the_files_that_are_loaded(model: Path) -> None:
     """Not on weights in another layout, nor on what macOS adds on other file systems."""
     alone = sessions.CachedGraph.of(model)
     with (model / "consolidated.safetensors").open("wb") as file:
-        file.truncate(sessions._MAX_WEIGHT_BYTES)
+        file.truncate(2**40)
     (model / "._model.safetensors").write_bytes(b"metadata")
     assert alone is not None and sessions.CachedGraph.of(model) == alone
 
