@@ -201,7 +201,8 @@ class DraftWorker(WorkerLoop[DraftRequest]):
     def _constraint(self, message: Open) -> Constraint | None:
         if self._compiler is None:
             return None
-        return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
+        grammar, least = message.sampling.grammar, message.sampling.min_tokens
+        return self._compiler.constraint(grammar, message.eos, message.prompt_len, least)
 
     def _commit(self, message: Commit) -> None:
         running = self._running.get(message.request)

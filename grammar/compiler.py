@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from outrider.grammar.constraint import Constraint, GrammarConstraint, MinTokensConstraint, error_text
+from outrider.grammar.constraint import Constraint, error_text
 from outrider.protocol.errors import InvalidRequest, ModelError
-from outrider.protocol.sampling import Grammar, SamplingParams
+from outrider.protocol.sampling import Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -56,24 +56,18 @@ class GrammarCompiler:
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
         self._compiled: dict[tuple[Grammar, tuple[int, ...]], LLMatcher] = {}
 
-    def constraint_for(self, sampling: SamplingParams, ends: Iterable[int], start: int) -> Constraint | None:
-        """Returns a request's constraint from token number `start` on, or None. `ends` are the end tokens.
-
-        Raises:
-            InvalidRequest, ModelError: as `constraint`.
-        """
-        by_grammar = self.constraint(sampling.grammar, ends, start)
-        return MinTokensConstraint(by_grammar, ends, start, sampling.min_tokens) if sampling.min_tokens else by_grammar
-
-    def constraint(self, grammar: Grammar | None, ends: Iterable[int], start: int) -> Constraint | None:
-        """Returns the constraint of `grammar` from token number `start` on; None without one. `ends`: the end tokens.
+    def constraint(
+        self, grammar: Grammar | None, ends: Iterable[int], start: int, min_tokens: int = 0
+    ) -> Constraint | None:
+        """Returns a text's constraint from token number `start` on, or None. `ends` are the end tokens; the text has at
+        least `min_tokens`.
 
         Raises:
             InvalidRequest: the grammar can't be compiled.
             ModelError: the model's tokenizer can't be used for grammars.
         """
         if grammar is None:
-            return None
+            return Constraint(ends, start, min_tokens) if min_tokens else None
         key = grammar, tuple(sorted(ends))
         tokenizer = self._load_tokenizer(key[1])
         matcher = self._compiled.pop(key, None)
@@ -82,7 +76,7 @@ class GrammarCompiler:
         self._compiled[key] = matcher  # the newest comes last
         if len(self._compiled) > MAX_CACHED_GRAMMARS:
             del self._compiled[next(iter(self._compiled))]
-        return GrammarConstraint(matcher, tokenizer, start)
+        return Constraint(key[1], start, min_tokens, matcher, tokenizer.vocab_size)
 
     def _load_tokenizer(self, ends: tuple[int, ...]) -> LLTokenizer:
         if ends not in self._tokenizers:
@@ -185,7 +179,7 @@ def check_grammar(grammar: Grammar, vocabulary: Vocabulary = EMPTY_VOCABULARY) -
     """
     tokenizer = _create_byte_tokenizer(vocabulary)
     matcher = compile_grammar(grammar, tokenizer)
-    constraint = GrammarConstraint(matcher, tokenizer, 0)
+    constraint = Constraint(tokenizer.eos_tokens, 0, compiled=matcher, vocabulary_size=tokenizer.vocab_size)
     constraint.allowed([()])
     constraint.check(())
     if why := _rollback_error(matcher):

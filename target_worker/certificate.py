@@ -96,7 +96,8 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
         InvalidRequest: the claim has no tokens, tokens outside the vocabulary, or residual sampling.
     """
     claim.sampling.require_coupled()
-    constraint = GrammarCompiler(model.folder).constraint_for(claim.sampling, claim.ends, len(claim.tokens))
+    grammar, start, least = claim.sampling.grammar, len(claim.tokens), claim.sampling.min_tokens
+    constraint = GrammarCompiler(model.folder).constraint(grammar, claim.ends, start, least)
     if model.cpu is not None:
         kv_cache = open_kv_cache(model)  # the target's own kernels
     else:

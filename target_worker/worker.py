@@ -277,7 +277,8 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         self._report()
 
     def _constraint(self, message: Open) -> Constraint | None:
-        return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
+        grammar, least = message.sampling.grammar, message.sampling.min_tokens
+        return self._compiler.constraint(grammar, message.eos, message.prompt_len, least)
 
     def _import_kv(self, running: TargetRequest, message: PromptKv) -> None:
         """Imports a prefill worker's keys and values. If they don't fit, the target reads the rest of the prompt."""

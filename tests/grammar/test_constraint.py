@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -134,17 +133,16 @@ def test_json_has_at_most_one_space_unless_its_schema_allows_more(
 
 
 def test_min_tokens_forbids_an_end_unless_nothing_else_is_allowed() -> None:
-    params = SamplingParams(min_tokens=3)
-    free = COMPILER.constraint_for(params, (END, 1), 2)
+    free = COMPILER.constraint(None, (END, 1), 2, min_tokens=3)
     assert free is not None
     for length in range(2, 8):
         words = tokens_of(free.allowed([[7] * length])[0])
         assert ({END, 1} <= words) is (length >= 5) and {7, 4095} <= words
-    choice = COMPILER.constraint_for(replace(params, min_tokens=60, grammar=Grammar("regex", "x+|return")), (END,), 0)
+    choice = COMPILER.constraint(Grammar("regex", "x+|return"), (END,), 0, min_tokens=60)
     assert choice is not None
     some, whole = (list(CODEC.encode(text, special=False)) for text in ("xx", "return"))
     assert END not in tokens_of(choice.allowed([some])[0]) and tokens_of(choice.allowed([whole])[0]) == {END}
-    assert COMPILER.constraint_for(SamplingParams(), (END,), 0) is None
+    assert COMPILER.constraint(None, (END,), 0) is None
     with pytest.raises(InvalidRequest, match="min_tokens is 5; expected at most max_tokens, which is 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
 
