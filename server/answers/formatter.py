@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,23 +15,13 @@ from pydantic_core import to_json
 
 from outrider import __version__
 from outrider.orchestrator.client.dialogue import Chunk
-from outrider.server.answers.choices import (
-    AnswerPlan,
-    ChoiceState,
-    KeepAlive,
-    Part,
-    PartUpdate,
-    StreamItem,
-    TextPart,
-    ThinkingPart,
-)
+from outrider.server.answers.choices import AnswerPlan, ChoiceState, KeepAlive, Part, PartUpdate, StreamItem
 from outrider.server.answers.usage import build_statistics, build_usage, describe_schema_violations
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 
 FINGERPRINT = f"outrider-{__version__}"
 DONE = b"data: [DONE]\n\n"
-_MARKER = secrets.token_hex(16)
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
@@ -143,7 +132,6 @@ class CompletionFormatter(AnswerFormatter):
             "model": plan.model.id,
             "system_fingerprint": FINGERPRINT,
         }
-        self._around = cache(self._event_around)
 
     @abstractmethod
     def _format_choice(self, choice: ChoiceState) -> BaseModel:
@@ -163,11 +151,7 @@ class CompletionFormatter(AnswerFormatter):
         return self.response(**self._common, choices=choices, usage=build_usage(self.plan), **numbers)
 
     def _format_part(self, update: PartUpdate) -> bytes:
-        part = update.part
-        if not update.chunks and not isinstance(part, ToolCall):
-            before, after = self._around(update.choice.index, isinstance(part, ThinkingPart))
-            return before + to_json(part.text) + after
-        return self._event([self._format_chunk_choice(update.choice, part, update.chunks)])
+        return self._event([self._format_chunk_choice(update.choice, update.part, update.chunks)])
 
     def _format_choice_end(self, choice: ChoiceState) -> bytes:
         return self._event([self._format_chunk_choice(choice, None, choice.unsent_chunks, choice.finish)], [choice])
@@ -189,8 +173,3 @@ class CompletionFormatter(AnswerFormatter):
         if ended:
             more |= build_statistics(ended, describe_schema_violations(self.plan, ended))
         return event(to_json(self.chunk(**self._common, choices=choices, **more)))
-
-    def _event_around(self, index: int, is_thought: bool) -> list[bytes]:
-        """Returns an event's bytes before and after its text, so that they are serialized only once."""
-        kind = ThinkingPart if is_thought else TextPart
-        return self._event([self._format_chunk_choice(self.plan.choices[index], kind(_MARKER))]).split(to_json(_MARKER))
