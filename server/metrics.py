@@ -51,14 +51,14 @@ class OrchestratorMetrics(Collector):
     """The orchestrator's totals, which include requests of other clients, and its processes. `stats` is None if the
     orchestrator does not answer."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, stats: Stats | None) -> None:
         self._model = model
+        self._stats = stats
         self._gauge = partial(self._family, GaugeMetricFamily)
         self._counter = partial(self._family, CounterMetricFamily)
-        self.stats: Stats | None = None
 
     def collect(self) -> Iterator[Metric]:
-        stats = self.stats
+        stats = self._stats
         yield from process_metrics(stats)
         yield GaugeMetricFamily(f"{_PREFIX}up", "Whether the orchestrator answers", value=float(stats is not None))
         if stats is not None:
@@ -175,8 +175,6 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call] # creation times are not needed
         self.registry = CollectorRegistry()
         self._model = model
-        self._totals = OrchestratorMetrics(model)
-        self.registry.register(self._totals)
         self._answers = Counter(
             "outrider:http_requests", "Answers by path and status", ("path", "status"), registry=self.registry
         )
@@ -201,8 +199,7 @@ class Metrics:
 
     def text(self, stats: Stats | None) -> bytes:
         """Returns the text that Prometheus reads, including `stats` if given."""
-        self._totals.stats = stats
-        return generate_latest(self.registry)
+        return generate_latest(OrchestratorMetrics(self._model, stats)) + generate_latest(self.registry)
 
     def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
         labels = ("model_name",)
