@@ -140,8 +140,6 @@ class RequestRun:
             async with asyncio.timeout(self._timeout):
                 result = await stream.follow(add_chunk)
             put(choice.end(result))
-        except OutriderError as error:
-            self._queue.put_nowait(failed := error)
         except TimeoutError:
             late = (
                 f"the answer was not complete after {self._timeout:g} s and was cancelled; set a longer timeout, at"
@@ -149,8 +147,8 @@ class RequestRun:
             )
             self._queue.put_nowait(failed := Refused(late, "timeout", 504, "timeout"))
         except Exception as error:
-            self._queue.put_nowait(failed := error)  # ends the reader's wait
-            raise
+            self._queue.put_nowait(failed := error)
+            raise  # `close` gathers it
         finally:
             self._streams.pop(choice.index, None)
             timer.finish(result, failed)
