@@ -55,6 +55,9 @@ class Splitter:
     Thinking can only begin before the text, unless the format has further marks. White space between a tag and the
     following text is dropped, or only line breaks if the output has a format. A tool call that can't be parsed becomes
     text, unless the text was cut off inside it.
+
+    `thinking_bounds`: where thinking begins and ends by turns, tags included, in characters of the whole text. -1: it
+    began before the first token.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Splitter:
         self._starts = {tags.start: tags for tags in spans if tags is not None}
         self._marks = tuple(filter(None, (thinking.answer, *thinking.marks))) if thinking is not None else ()
         self._span = thinking if begun else None
+        self.thinking_bounds = [-1] if self._span is not None else []
         self._in_form, self._by_grammar = in_form, by_grammar
         self._pending, self._had_call, self._after_mark = "", False, begun
         self._at = self._search_start = 0
@@ -124,7 +128,10 @@ class Splitter:
             else:
                 yield from self._emit_calls(before, True)
             self._drop(place + len(mark))
-            self._span = self._starts[mark] if self._span is None else None
+            span, opens = self._span or self._starts[mark], self._span is None
+            if span is self._thinking:
+                self.thinking_bounds.append(self._at - len(mark) if opens else self._at)
+            self._span = span if opens else None
             self._after_mark = not self._in_call
 
     def _drop(self, count: int) -> None:

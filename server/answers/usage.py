@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import codecs
 import json
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from operator import add
 from typing import Any, cast
 
 from msgspec import structs, to_builtins
 
 from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
-from outrider.orchestrator.pairing.detokenizer import Spelling
+from outrider.orchestrator.pairing.detokenizer import Detokenizer, Spelling
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.messages import RoundRecord
 from outrider.server.answers.choices import AnswerPlan, ChoiceState
-from outrider.server.model.served import ThinkingMode
-from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (
     CachedTokens,
     ChatTokenLogprob,
@@ -81,30 +80,18 @@ def _to_round(record: RoundRecord) -> Round:
 
 def count_reasoning_tokens(plan: AnswerPlan) -> ReasoningTokens:
     """Counts the thinking tokens of all choices."""
-    spelling, tags = plan.model.codec.spelling, plan.model.thinking
-    counts = (
-        count_thinking_tokens(spelling, tags, choice.prompt.thinking_mode is ThinkingMode.BEGUN, choice.tokens)
-        for choice in plan.choices
-        if tags is not None and choice.thought
-    )
+    spelling = plan.model.codec.spelling
+    counts = (count_thinking_tokens(spelling, choice) for choice in plan.choices if choice.thought)
     return ReasoningTokens(reasoning_tokens=sum(counts))
 
 
-def count_thinking_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list[int]) -> int:
-    """Counts the thinking tokens, tags included, by the bytes of each token. Thinking only begins before the text."""
-    pieces = [spelling.of(token) for token in tokens]
-    text, ends = b"".join(pieces), list(accumulate(map(len, pieces)))
-    first, last = tags.start.encode(), tags.end.encode()
-    start = 0 if begun else len(text) - len(text.lstrip())
-    is_open = begun or text.startswith(first, start)
-    count = 0
-    while is_open:
-        found = text.find(last, start) if last else -1
-        end = found + len(last) if found >= 0 else len(text)
-        count += min(bisect_left(ends, end) + 1, len(ends)) - bisect_right(ends, start)
-        start = len(text) - len(text[end:].lstrip())
-        is_open = text.startswith(first, start)
-    return count
+def count_thinking_tokens(spelling: Spelling, choice: ChoiceState) -> int:
+    """Counts the tokens of a choice's thinking, tags included, by the text that each token completes."""
+    detokenizer = Detokenizer(spelling, choice.prompt.tokens)
+    ends = list(accumulate(len(detokenizer.feed(token)) for token in choice.tokens))
+    bounds = choice.splitter.thinking_bounds
+    spans = zip_longest(bounds[::2], bounds[1::2], fillvalue=sys.maxsize)
+    return sum(min(bisect_left(ends, end) + 1, len(ends)) - bisect_right(ends, start) for start, end in spans)
 
 
 def build_usage(plan: AnswerPlan) -> Usage:

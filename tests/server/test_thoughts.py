@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.protocol.sampling import SamplingParams
+from outrider.server.answers.choices import ChoiceState, Splitter
 from outrider.server.answers.usage import count_thinking_tokens
-from outrider.server.model.tool_format import SpanTags
+from outrider.server.model.served import ThinkingMode, TokenizedPrompt
+from outrider.server.model.tool_format import SpanTags, find_thinking_tags
 
 TAGS = SpanTags("<think>", "</think>")
+HARMONY = find_thinking_tags(("<|start|>", "<|channel|>", "<|message|>", "<|call|>"))
+NOTE, ANALYSIS = "<|channel|>commentary<|message|>", "<|channel|>analysis<|message|>"
+END, FINAL = "<|end|><|start|>assistant", "<|channel|>final<|message|>"
 
 
 class Spelled:
@@ -18,6 +24,15 @@ class Spelled:
 
     def of(self, token: int) -> bytes:
         return self.pieces[token].encode()
+
+
+def count(pieces: tuple[str, ...], tags: SpanTags | None, begun: bool = False) -> int:
+    """Counts the thinking tokens of an answer of these tokens."""
+    splitter = Splitter(tags, thinking_mode=ThinkingMode.BEGUN if begun else ThinkingMode.OPTIONAL)
+    for piece in pieces:
+        splitter.feed(piece)
+    choice = ChoiceState(0, TokenizedPrompt(()), SamplingParams(), splitter, tokens=list(range(len(pieces))))
+    return count_thinking_tokens(Spelled(*pieces), choice)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -38,9 +53,14 @@ class Spelled:
     ],
 )
 def test_thinking_tokens_are_counted_between_tags(pieces: tuple[str, ...], begun: bool, expected: int) -> None:
-    assert count_thinking_tokens(Spelled(*pieces), TAGS, begun, list(range(len(pieces)))) == expected  # type: ignore[arg-type]
+    assert count(pieces, TAGS, begun) == expected
 
 
 def test_thinking_without_an_end_tag_extends_to_the_end_of_the_text() -> None:
-    spelled = Spelled("<think>", "b", "c")
-    assert count_thinking_tokens(spelled, SpanTags("<think>", ""), False, [0, 1, 2]) == 3  # type: ignore[arg-type]
+    assert count(("<think>", "b", "c"), SpanTags("<think>", "")) == 3
+
+
+def test_thinking_after_a_note_is_counted() -> None:
+    """gpt-oss may tell the user something between its thoughts."""
+    assert count((NOTE, "So.", END, ANALYSIS, "Hm", END, FINAL, "Four"), HARMONY) == 3
+    assert count((ANALYSIS, "Hm", END, NOTE, "So.", END, ANALYSIS, "Hm", "m", END, FINAL, "Four"), HARMONY) == 7
