@@ -177,23 +177,14 @@ def check_grammar(grammar: Grammar, vocabulary: Vocabulary = EMPTY_VOCABULARY) -
     Raises:
         InvalidRequest: the grammar can't be compiled or followed; the message has the library's reason.
     """
-    tokenizer = _create_byte_tokenizer(vocabulary)
-    matcher = compile_grammar(grammar, tokenizer)
-    constraint = Constraint(tokenizer.eos_tokens, 0, compiled=matcher, vocabulary_size=tokenizer.vocab_size)
-    constraint.allowed([()])
-    constraint.check(())
-    if why := _rollback_error(matcher):
+    matcher = compile_grammar(grammar, _create_byte_tokenizer(vocabulary))
+    allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+    if not matcher.is_error():
+        matcher.try_consume_tokens([(allowed & -allowed).bit_length() - 1])
+    if not matcher.is_error():
+        matcher.rollback(1)
+    if why := error_text(matcher):
         raise InvalidRequest(f"the {grammar.name} can't be used: {why}")
-
-
-def _rollback_error(matcher: LLMatcher) -> str:
-    """Returns why a first token can't be taken and rolled back; empty: it can."""
-    copy = matcher.deep_copy()
-    allowed = int.from_bytes(copy.compute_bitmask(), "little")
-    copy.try_consume_tokens([(allowed & -allowed).bit_length() - 1])
-    if not copy.is_error():
-        copy.rollback(1)
-    return error_text(copy)
 
 
 class _ByteTokenizer:

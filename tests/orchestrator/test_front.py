@@ -486,7 +486,7 @@ def test_totals_may_exceed_a_single_requests_limits(stand):
         (Generate("q", "x", None, SamplingParams(), branches=100000), "from 1 to 256"),
         (ask(sampling=SamplingParams(grammar=Grammar.json_schema({"enum": []}))), "Unsatisfiable schema"),
         (ask(sampling=SamplingParams(grammar=Grammar("regex", "("))), "the regular expression can't be used"),
-        (ask(sampling=SamplingParams(grammar=Grammar("grammar", "start: start"))), "can't be followed"),
+        (ask(sampling=SamplingParams(grammar=Grammar("grammar", "start: start"))), "can't be used: it allows no text"),
     ],
 )
 def test_invalid_request_is_refused_with_a_message(stand, message, words):
