@@ -83,9 +83,6 @@ class Splitter:
 
     def feed(self, text: str) -> list[Part]:
         """Returns the parts that `text` completes or extends."""
-        if self._text_only and text and not (self._pending or self._after_mark):
-            at, self._at = self._at, self._at + len(text)
-            return [TextPart(text, at)]
         self._pending += text
         return list(self._split())
 
