@@ -35,7 +35,7 @@ from outrider.server.schemas import (
 )
 from outrider.server.server_context import ContextDependency
 
-Tokens = Annotated[list[int], bounded(MAX_TOKENS, least=1)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], bounded(MAX_TOKENS, least=1)]
 DEFAULT_MAX_TOKENS = 16
 
 
@@ -183,7 +183,7 @@ async def complete(payload: CompletionRequest, request: Request, context: Contex
 def _create_formatter(model: ServedModel, payload: CompletionRequest) -> TextCompletionFormatter:
     """Plans the choices of all prompts. An echo is the prompt's text, which a returned choice begins with."""
     given, each, tried = _split_prompts(payload.prompt), payload.n or 1, _count_candidates(payload)
-    prompts = [_tokenize(model, one) for one in given]
+    prompts = [model.tokenize_text(one) if isinstance(one, str) else TokenizedPrompt(tuple(one)) for one in given]
     if len(prompts) * tried > MAX_CHOICES:
         raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MAX_CHOICES} in all", "n")
     most = payload.max_tokens if payload.max_tokens is not None else DEFAULT_MAX_TOKENS
@@ -218,11 +218,3 @@ def _split_prompts(prompt: str | list[int] | list[str | list[int]]) -> list[str 
         return [prompt]
     tokens = [one for one in prompt if isinstance(one, int)]
     return [tokens] if tokens else [one for one in prompt if not isinstance(one, int)]
-
-
-def _tokenize(model: ServedModel, prompt: str | list[int]) -> TokenizedPrompt:
-    if isinstance(prompt, str):
-        return model.tokenize_text(prompt)
-    if prompt and not 0 <= min(prompt) <= max(prompt) <= MAX_TOKEN_ID:
-        raise Refused(f"prompt: a token id is out of range; expected whole numbers from 0 to {MAX_TOKEN_ID}", "prompt")
-    return TokenizedPrompt(tuple(prompt))
