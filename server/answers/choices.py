@@ -76,10 +76,9 @@ class Splitter:
         self._marks = tuple(filter(None, (thinking.answer, *thinking.marks))) if thinking is not None else ()
         self._span = thinking if begun else None
         self.thinking_bounds = [-1] if self._span is not None else []
-        self._in_form, self._by_grammar = in_form, by_grammar
+        self._in_form, self._by_grammar, self._text_only = in_form, by_grammar, False
         self._pending, self._had_call, self._after_mark = "", False, begun
         self._at = self._search_start = 0
-        self._text_only = not (begun or self._starts or self._marks)
 
     def feed(self, text: str) -> list[Part]:
         """Returns the parts that `text` completes or extends."""
