@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -48,20 +47,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a command, and returns its exit code."""
-    name = arguments[0] if arguments else ""
-    if name in COMMANDS:
-        return cli.run(f"outrider fleet {name}", partial(_module, name), arguments[1:])
     parser = Parser(
         prog="outrider fleet",
         description="Runs engines on several hosts behind one address.",
         epilog=cli.format_commands(COMMANDS) + "\n" + STEPS,
     )
-    parser.add_argument("command", nargs="?", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
-    if name and not name.startswith("-"):
-        parser.error(f"unknown command {name!r}; {cli.suggest_command(name, COMMANDS)}")
-    parser.parse_args(arguments)
-    parser.print_help()
-    return 0
+    return cli.run_group(parser, COMMANDS, _module, arguments)
 
 
 def _module(command: str) -> ModuleType:

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
+from outrider import __version__
 from outrider.orchestrator.cli import terminal
 from outrider.orchestrator.cli.terminal import say, unwind_on_signals
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.version import PROTOCOL_VERSION
 
 HELP_COLUMN = 28
 _ANY_FLAGS = argparse.Action([], "flags", nargs="?", metavar="FLAGS ...")
@@ -207,11 +209,43 @@ def run_as_program() -> int:
 def _run_command(given: list[str]) -> int:
     if given[:1] == [HELP_COMMAND]:
         given = [*given[1:], "--help"]
-    if not given or given[0] not in COMMANDS:
-        return _run_without_command(given)
-    if given[0] in COMMAND_GROUPS:
+    if given == ["--version"]:
+        print(f"outrider {__version__} (protocol {PROTOCOL_VERSION})")
+        return 0
+    if given and given[0] in COMMAND_GROUPS:
         return int(import_command(given[0]).main(given[1:]))
-    return run(f"outrider {given[0]}", partial(import_command, given[0]), given[1:])
+    return run_group(create_parser(), COMMANDS, import_command, given)
+
+
+def create_parser() -> Parser:
+    """Returns the parser of `outrider` without a command."""
+    parser = Parser(
+        prog="outrider",
+        description="Speculative speculative decoding with MLX and ONNX Runtime.",
+        epilog=format_commands({**COMMANDS, HELP_COMMAND: "show the flags of a command: outrider help COMMAND"}),
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    return parser
+
+
+def run_group(
+    parser: Parser, commands: Mapping[str, str], load: Callable[[str], ModuleType], given: Sequence[str]
+) -> int:
+    """Runs the one of `commands` that `given` begins with, from the module that `load` returns; returns its exit code.
+
+    `parser` reads what names no command, and shows the help.
+    """
+    name = given[0] if given else ""
+    if name in commands:
+        return run(f"{parser.prog} {name}", partial(load, name), given[1:])
+    parser.usage = f"{parser.prog} COMMAND ..."
+    if name and not name.startswith("-"):
+        close = get_close_matches(name, commands, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(commands)}"
+        parser.error(f"unknown command {name!r}; {hint}")
+    parser.parse(given)
+    parser.print_help()
+    return 0
 
 
 def import_command(command: str) -> ModuleType:
@@ -229,33 +263,6 @@ def import_command(command: str) -> ModuleType:
 def common_flags(command: ModuleType) -> tuple[str, ...]:
     """Returns the flags that the command's --help shows; empty for all."""
     return tuple(getattr(command, "COMMON", ()))
-
-
-def _run_without_command(given: list[str]) -> int:
-    parser = Parser(
-        prog="outrider",
-        usage="outrider COMMAND ...",
-        description="Speculative speculative decoding with MLX and ONNX Runtime.",
-        epilog=format_commands({**COMMANDS, HELP_COMMAND: "show the flags of a command: outrider help COMMAND"}),
-    )
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
-    if given and not given[0].startswith("-"):
-        parser.error(f"unknown command {given[0]!r}; {suggest_command(given[0], COMMANDS)}")
-    options = parser.parse(given)
-    if options.version:
-        from outrider import __version__
-        from outrider.protocol.version import PROTOCOL_VERSION
-
-        print(f"outrider {__version__} (protocol {PROTOCOL_VERSION})")
-        return 0
-    parser.print_help()
-    return 0
-
-
-def suggest_command(word: str, commands: Iterable[str]) -> str:
-    """Returns what to do about an unknown command."""
-    close = get_close_matches(word, commands, n=1)
-    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(commands)}"
 
 
 def format_commands(commands: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import shtab
 
-from outrider.orchestrator.cli import COMMANDS, HELP_COMMAND, Parser, common_flags, import_command
+from outrider.orchestrator.cli import COMMANDS, HELP_COMMAND, common_flags, create_parser, import_command
 
 SHELLS = ("bash", "zsh", "fish")
 FILE_METAVARS = {"FILE"}
@@ -29,8 +29,7 @@ def run(options: argparse.Namespace) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns one parser of all commands, for shtab to read; commands are run with parsers of their own."""
-    parser = Parser(prog="outrider", description="Speculative speculative decoding with MLX and ONNX Runtime.")
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser = create_parser()
     commands = parser.add_subparsers(dest="command")
     for name, summary in COMMANDS.items():
         module = import_command(name)
