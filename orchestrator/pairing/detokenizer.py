@@ -77,10 +77,17 @@ class TextDelta:
 
 
 class TextStream:
-    """The text of one request. It completes a character that `prompt` leaves unfinished; `ends` have no text."""
+    """The text of one request. It completes a character that `prompt` leaves unfinished; `ends` have no text.
+
+    A character is held back until all its bytes have come. Bytes that can't become a character are U+FFFD once that is
+    certain; so text once returned never changes.
+    """
 
     def __init__(self, spelling: Spelling, prompt: Sequence[int], stop: Sequence[str], ends: frozenset[int]) -> None:
-        self._detokenizer = Detokenizer(spelling, prompt)
+        self._spelling = spelling
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in prompt[-MAX_CHARACTER_BYTES:]:
+            self._decode(token)  # the prompt may end inside a character, which is then the output's
         self._stops = StopFinder(stop)
         self._ends = ends
         self._skipped = 0
@@ -99,42 +106,24 @@ class TextStream:
         shown = ""
         for count, token in enumerate(tokens, start=1):
             if token not in self._ends:
-                shown += self._stops.feed(self._detokenizer.feed(token))
+                shown += self._stops.feed(self._decode(token))
             if self._stops.found:
                 return TextDelta(self._drop_received(shown), tuple(tokens[:count]), stopped=True)
         return TextDelta(self._drop_received(shown), tuple(tokens))
 
     def finish(self) -> TextDelta:
         """Returns the text held back, after the last token."""
-        shown = self._stops.feed(self._detokenizer.finish())
+        shown = self._stops.feed(self._characters.decode(b"", final=True))
         return TextDelta(self._drop_received(shown + self._stops.finish()), (), self._stops.found)
+
+    def _decode(self, token: int) -> str:
+        return self._characters.decode(self._spelling.of(token))
 
     def _drop_received(self, text: str) -> str:
         """Returns the part that the reader has not received."""
         new = text[self._skipped :]
         self._skipped -= len(text) - len(new)
         return new
-
-
-class Detokenizer:
-    """Converts tokens to text, holding back a character until all its bytes have come.
-
-    Bytes that can't become a character are U+FFFD once that is certain; so text once returned never changes.
-    """
-
-    def __init__(self, spelling: Spelling, prompt: Sequence[int]) -> None:
-        self._spelling = spelling
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in prompt[-MAX_CHARACTER_BYTES:]:
-            self.feed(token)  # the prompt may end inside a character, which is then the output's
-
-    def feed(self, token: int) -> str:
-        """Returns the text that `token` completes, which may be empty."""
-        return self._characters.decode(self._spelling.of(token))
-
-    def finish(self) -> str:
-        """Returns the bytes of an incomplete character as U+FFFD."""
-        return self._characters.decode(b"", final=True)
 
 
 class StopFinder:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import AliasChoices, AliasPath, Field, model_validator
 from starlette.responses import Response
 
-from outrider.orchestrator.pairing.detokenizer import Detokenizer
+from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.server.answers.choices import (
     AnswerPlan,
     ChoiceState,
@@ -284,8 +284,9 @@ def _to_block(part: Part, begun: bool = False) -> AnswerBlock:
 
 def find_stop_sequence(model: ServedModel, choice: ChoiceState) -> str | None:
     """Returns the stop string that occurs first in the choice's text, or None."""
-    detokenizer, ends = Detokenizer(model.codec.spelling, choice.prompt.tokens), model.codec.end_tokens(choice.sampling)
-    text = "".join(detokenizer.feed(token) for token in choice.tokens if token not in ends) + detokenizer.finish()
+    ends = model.codec.end_tokens(choice.sampling)
+    stream = TextStream(model.codec.spelling, choice.prompt.tokens, (), ends)
+    text = stream.feed(choice.tokens).text + stream.finish().text
     found = [(place, stop) for stop in choice.sampling.stop if (place := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
