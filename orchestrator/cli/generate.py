@@ -23,7 +23,7 @@ from outrider.orchestrator.pairing.model_files import default_model, find_model,
 from outrider.orchestrator.pairing.tokenizer import ModelText, load_text
 from outrider.orchestrator.settings import ServeSettings, flag_of
 from outrider.protocol.digest import replace_file
-from outrider.protocol.errors import EndpointError, InvalidRequest
+from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import SamplingParams
 
@@ -358,6 +358,11 @@ def _find_served_model(options: argparse.Namespace) -> str:
                 raise
             continue
         name = next((worker.model for worker in workers if worker.role == "target" and worker.model), None)
+        if name is not None and not is_on_disk(name):
+            raise ModelError(
+                f"the server's model is in {name} on its own machine, and this one needs its tokenizer for a"
+                " conversation; copy that folder here, or use the server's page or HTTP API"
+            )
         if name is not None:
             return name
     raise EndpointError(f"the server at {options.connect} has not loaded its model yet; try again when it is ready")

@@ -97,6 +97,16 @@ def as_prompt(*turns):
     return render_template(TEMPLATE, [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)], {})
 
 
+def test_server_with_a_model_that_this_machine_lacks_is_reported(served, talk, tmp_path):
+    target = replace(worker_stats("target"), model=str(tmp_path / "there"))
+    served.lines.events.put(WorkersChanged((target,)))
+    while served.client().stats().workers[0].model != target.model:
+        pass
+    code, out, said = talk("hi")
+    assert (code, out) == (3, "")
+    assert f"the server's model is in {tmp_path}/there on its own machine, and this one needs its tokenizer" in said
+
+
 def test_each_turn_sends_the_whole_conversation(served, talk, templated):
     served.core.play = says(served.codec, "yes")
     code, out, err = talk("one", "two", "/undo", "three", "/clear", "four", "/quit", "never said")
