@@ -23,7 +23,7 @@ from outrider.orchestrator.pairing.model_files import (
     tiny_pair,
 )
 from outrider.orchestrator.pairing.pairing import choose_pair
-from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.settings import ServeSettings, check_setting
 from outrider.protocol.digest import cache_folder
 from outrider.protocol.errors import WorkerError
 
@@ -43,6 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints the report of `REPORT_MODULE`, which is run as a separate process because it imports MLX."""
     flags.set_up_logging(options)
+    if options.log_level is not None:
+        check_setting("log_level", options.log_level)
     require_mlx()
     screen = Screen()
     screen.show("looking at this machine")

@@ -153,6 +153,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
+    flags.settings_of(options)  # checks them: no cluster may be started
     screen = Screen()
     output = _parse_output(_read_output(options) if options.json_file else _generate_output(options, screen), options)
     output.sampling.require_coupled()

@@ -260,7 +260,9 @@ def test_version_is_printed(run):
         (["pairs", "/no/such", "/no/such"], 3, "no such path"),
         (["verify", "-p", "x", "--json-file", "/no/such"], 2, "No such file or directory); expected the output"),
         (["verify", "--json-file", str(PACKAGE_FOLDER / "__init__.py")], 2, "is not a JSON object (Expected"),
+        (["verify", "--json-file", "/no/such", "--cpu-kernels", "x"], 2, "cpu_kernels is 'x'; expected one of auto"),
         (["verify"], 2, "nothing to verify; expected --json-file, or --prompt"),
+        (["doctor", "--log-level", "x"], 2, "log_level is 'x'; expected one of debug"),
     ],
 )
 def test_mistake_prints_one_sentence_and_exits_with_its_code(run, arguments, code, words):
