@@ -22,7 +22,7 @@ import msgspec
 from outrider.bench import picture
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.pairing import ChosenPair
-from outrider.orchestrator.pairing.tokenizer import load_text
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import MODES, ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
@@ -123,9 +123,10 @@ def load_prompt_tokens(options: argparse.Namespace, pair: ChosenPair) -> dict[st
     Raises:
         InvalidRequest: there are no such prompts.
     """
-    kinds, text = None if options.classes is None else options.classes.split(","), load_text(pair.target)
-    found = load_prompts(options.suite or (TINY_FOLDER if text.template is None else SUITE_FOLDER), kinds)
-    return {kind: list(map(text.tokens, prompts)) for kind, prompts in found.items()}
+    kinds = None if options.classes is None else options.classes.split(",")
+    codec = load_codec(pair.target, template=True)
+    found = load_prompts(options.suite or (TINY_FOLDER if codec.template is None else SUITE_FOLDER), kinds)
+    return {kind: list(map(codec.encode_prompt, prompts)) for kind, prompts in found.items()}
 
 
 def interleave(classes: Sequence[Sequence[Tokens]]) -> list[Tokens]:

@@ -26,7 +26,7 @@ from outrider.orchestrator.cli.generate import (
     add_conversation_flags,
     explain_cut_off,
     load_messages,
-    load_model_text,
+    load_model_codec,
     open_client,
     reading_progress,
     request_with,
@@ -34,6 +34,7 @@ from outrider.orchestrator.cli.generate import (
 from outrider.orchestrator.cli.terminal import Screen, can_erase, say
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, pluralize
 from outrider.orchestrator.pairing.detokenizer import TextStream
+from outrider.orchestrator.pairing.tokenizer import read_default_sampling
 from outrider.protocol.digest import user_folder
 from outrider.protocol.errors import InvalidRequest, OutriderError, PromptTooLong, ServerStopped
 from outrider.protocol.sampling import SamplingParams
@@ -246,8 +247,8 @@ class Chat:
         self._conversation = Conversation(load_messages(options.system_prompt, options.chat))
         given = flags.given_sampling(options)
         SamplingParams(**given)  # a value out of range is reported before the model is looked for
-        self._text = load_model_text(options)
-        self._sampling = SamplingParams(**{**self._text.sampling, **given})
+        self._codec = load_model_codec(options)
+        self._sampling = SamplingParams(**{**read_default_sampling(self._codec.model.folder), **given})
         self._screen = Screen()
         self._own_server = options.connect is None
         self._interactive = sys.stdin.isatty()
@@ -292,7 +293,7 @@ class Chat:
         return False
 
     def _greet(self) -> None:
-        if self._text.template is None:
+        if self._codec.template is None:
             say(NO_TEMPLATE_NOTE)
         if self._options.colors:
             say(f"Colours: {format_legend()}")
@@ -365,7 +366,7 @@ class Chat:
 
     def _print_answer(self, texts: list[str]) -> str:
         """Prints the answer, appends its pieces to `texts`, and returns the status line."""
-        codec, sampling = self._text.codec, self._sampling
+        codec, sampling = self._codec, self._sampling
         while True:
             tokens = self._fit_context()
             painter = Painter(TextStream(codec.spelling, tokens, sampling.stop, codec.end_tokens(sampling)))
@@ -388,7 +389,7 @@ class Chat:
     def _fit_context(self) -> tuple[int, ...]:
         """Returns the conversation's tokens. Once the context was full, drops messages to leave room for an answer."""
         while True:
-            tokens = self._text.tokens(self._conversation.messages)
+            tokens = self._codec.encode_prompt(self._conversation.messages)
             room = 0 if self._context is None else min(self._sampling.max_tokens, self._context // 2)
             if self._context is None or len(tokens) + room <= self._context or not self._drop_oldest():
                 return tokens

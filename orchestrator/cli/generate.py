@@ -20,7 +20,7 @@ from outrider.orchestrator.client.dialogue import EMPTY_PROMPT, GenerationResult
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.chat_template import Message, chat_template
 from outrider.orchestrator.pairing.model_files import default_model, find_model, is_on_disk
-from outrider.orchestrator.pairing.tokenizer import ModelText, load_text
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.settings import ServeSettings, flag_of
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError
@@ -209,7 +209,7 @@ def reading_progress(screen: Screen) -> Callable[[int, int], None]:
 
 def request_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> Generate:
     """Returns the checked request. A conversation is turned into tokens by the model's chat template."""
-    given = prompt if isinstance(prompt, str) else load_model_text(options).tokens(prompt)
+    given = prompt if isinstance(prompt, str) else load_model_codec(options).encode_prompt(prompt)
     return request_with(options, given, SamplingParams(**flags.given_sampling(options)))
 
 
@@ -286,7 +286,7 @@ def prompt_of(options: argparse.Namespace) -> str | tuple[Message, ...]:
     return (*before, {"role": "user", "content": prompt})
 
 
-def load_model_text(options: argparse.Namespace) -> ModelText:
+def load_model_codec(options: argparse.Namespace) -> TextCodec:
     """Loads the tokenizer and chat template of the model that will answer, before anything is started.
 
     Raises:
@@ -294,7 +294,7 @@ def load_model_text(options: argparse.Namespace) -> ModelText:
     """
     name = options.model or (_use_default_model(options) if options.connect is None else _find_served_model(options))
     files = find_model(name, weights=False, keep_precision=bool(options.gguf_keep_precision))
-    return load_text(files, template=not options.ignore_chat_template)
+    return load_codec(files, template=not options.ignore_chat_template)
 
 
 def _use_default_model(options: argparse.Namespace) -> str:

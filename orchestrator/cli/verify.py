@@ -29,7 +29,7 @@ from outrider.orchestrator.machine.spawn import MODELS_ONLY, child_environment, 
 from outrider.orchestrator.pairing.chat_template import Message
 from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.tokenizer import TextCodec, load_text
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import InvalidRequest, WorkerError, make_error
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
@@ -158,8 +158,8 @@ def run(options: argparse.Namespace) -> int:
     output = _parse_output(_read_output(options) if options.json_file else _generate_output(options, screen), options)
     output.sampling.require_coupled()
     model = find_model(output.model, keep_precision=bool(options.gguf_keep_precision))
-    text = load_text(model, template=output.chat_template)
-    codec, tokens = text.codec, text.tokens(output.prompt)
+    codec = load_codec(model, template=output.chat_template)
+    tokens = codec.encode_prompt(output.prompt)
     if len(tokens) != output.prompt_tokens:
         raise InvalidRequest(
             f"the prompt has {len(tokens)} tokens, and the output's prompt had {output.prompt_tokens}; expected the"

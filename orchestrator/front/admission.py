@@ -25,7 +25,7 @@ from outrider.orchestrator.events import Admit, KVBudget, in_mb
 from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.orchestrator.pairing.model_files import drafter_names
 from outrider.orchestrator.pairing.pairing import ChosenPair
-from outrider.orchestrator.pairing.tokenizer import ModelText, vocabulary_digest
+from outrider.orchestrator.pairing.tokenizer import TextCodec, vocabulary_digest
 from outrider.orchestrator.settings import NO_SSD_COLOCATED, SAMPLING_BACKENDS, check_setting
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
@@ -92,18 +92,18 @@ class Ticket:
 class Admission:
     """Checks requests against one pair of models. The limits are config.json's until a worker reports its own."""
 
-    def __init__(self, pair: ChosenPair, text: ModelText) -> None:
+    def __init__(self, pair: ChosenPair, codec: TextCodec) -> None:
         self._pair = pair
-        self._text = text
+        self._codec = codec
         self._settings = pair.settings
         self._drafters = drafter_names(pair.settings)
-        self._vocabulary = get_vocabulary(text.codec.tokenizer)
+        self._vocabulary = get_vocabulary(codec.tokenizer)
         self.context_length = pair.target.context_length
         self.vocab_size = pair.target.vocab_size
         self.draft_context = pair.draft.context_length if pair.draft is not None else None
         self.kv_budget = KVBudget()
         self.target_fingerprint = ""
-        self.tokenizer_fingerprint = vocabulary_digest(text.codec)
+        self.tokenizer_fingerprint = vocabulary_digest(codec)
 
     @property
     def fingerprint(self) -> str:
@@ -130,7 +130,7 @@ class Admission:
         self._check_fingerprint(generate)
         self._check_tokens(tokens, resumed, generate.sampling)
         sampling, notes = self._fit_sampling(generate.sampling, len(tokens))
-        eos = self._text.codec.end_tokens(sampling)
+        eos = self._codec.end_tokens(sampling)
         if sampling.grammar is not None:
             self._check_grammar(sampling.grammar)
         mode = self._choose_mode(generate.mode)
@@ -146,9 +146,9 @@ class Admission:
             rounds=generate.rounds,
             resume_tokens=resumed,
             drafter=self._check_drafter(generate),
-            code=mode == "auto" and is_code(self._text.codec.decode(tokens[-CODE_SAMPLE_TOKENS:])),
+            code=mode == "auto" and is_code(self._codec.decode(tokens[-CODE_SAMPLE_TOKENS:])),
         )
-        text = TextStream(self._text.codec.spelling, tokens, sampling.stop, eos)
+        text = TextStream(self._codec.spelling, tokens, sampling.stop, eos)
         complete = _feed_resumed(admit, text, generate.resume_chars)
         return Ticket(sender, generate.request, path, admit, text, notes, complete)
 
@@ -191,8 +191,8 @@ class Admission:
             raise InvalidRequest("the request has a prompt and tokens, or neither; expected exactly one of them")
         if generate.tokens is not None:
             return tuple(int(token) for token in generate.tokens)
-        text = self._text if generate.chat_template else replace(self._text, template=None)
-        return text.tokens(generate.prompt) if generate.prompt else ()
+        codec = self._codec if generate.chat_template else replace(self._codec, template=None)
+        return codec.encode_prompt(generate.prompt) if generate.prompt else ()
 
     def _check_tokens(self, tokens: tuple[int, ...], resumed: tuple[int, ...], sampling: SamplingParams) -> None:
         if not tokens:
@@ -218,7 +218,7 @@ class Admission:
                 raise InvalidRequest(f"{name} has token {unknown}; expected ids from 0 to {self.vocab_size - 1}")
 
     def _check_grammar(self, grammar: Grammar) -> None:
-        if not self._text.codec.eos:
+        if not self._codec.eos:
             target = self._pair.target.name
             raise InvalidRequest(f"{target} has no end token, so a text with a {grammar.name} could not end")
         check_grammar(grammar, self._vocabulary)

@@ -21,7 +21,7 @@ from outrider.orchestrator.pairing.model_files import (
     tiny_pair,
 )
 from outrider.orchestrator.pairing.pulled import PULLED_MODELS, make_draft
-from outrider.orchestrator.pairing.tokenizer import ModelText, load_codec, load_text, require_same_vocabulary
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec, require_same_vocabulary
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.heads import HEAD_KINDS, TARGET_HEADS
@@ -74,18 +74,18 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     return ChosenPair(folders, target_files, draft_files, (*notes, *left_out))
 
 
-def load_pair(pair: ChosenPair) -> ModelText:
+def load_pair(pair: ChosenPair) -> TextCodec:
     """Loads the target's tokenizer and template, and checks that the draft model has the same vocabulary.
 
     Raises:
         ModelError: a tokenizer can't be read, or the vocabularies differ; the message says how.
     """
-    text, draft = load_text(pair.target), pair.draft
+    codec, draft = load_codec(pair.target, template=True), pair.draft
     if draft is not None and not pair.settings.drafts_with_head:
         equal, _, _ = filecmp.cmpfiles(pair.target.folder, draft.folder, _VOCABULARY_FILES, shallow=False)
         if len(equal) < len(_VOCABULARY_FILES):  # comparing them is quicker than loading a tokenizer
-            require_same_vocabulary(text.codec, load_codec(draft))
-    return text
+            require_same_vocabulary(codec, load_codec(draft))
+    return codec
 
 
 def _find_default_draft(settings: ServeSettings, model: str) -> str | None:

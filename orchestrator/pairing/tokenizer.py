@@ -1,13 +1,11 @@
 """A model's text side without its weights: the tokenizer, and prompts as tokens.
 
-`TextCodec`: text to tokens, and the tokens that end a text. Needs only the tokenizers library for a byte-level
-tokenizer.json. Knows a model's folder; knows nothing of requests, sockets and rounds.
+`TextCodec`: text and conversations to tokens, and the tokens that end a text. Needs only the tokenizers library for a
+byte-level tokenizer.json. Knows a model's folder; knows nothing of requests, sockets and rounds.
 
 `vocabulary_difference` compares the text of each token in two models; a draft model needs the same texts as its target.
 How text is split does not matter (only the target's tokenizer splits text), nor does padding: embedding rows beyond the
 last token, and tokens that are reserved or unused by name.
-
-`ModelText`: prompts as tokens, by the chat template if the model has one.
 """
 
 from __future__ import annotations
@@ -39,7 +37,8 @@ _FILLER = re.compile(r"(?i)reserved|unused|place.?holder|dummy|extra_(\d|id)|^\W
 class TextCodec:
     """A model's tokenizer. `eos`: tokens that end a text; `special`: the texts of bos_token, eos_token and so on.
 
-    `decode` is for complete texts, `spelling` for texts in progress.
+    `decode` is for complete texts, `spelling` for texts in progress. `template`: the chat template; None if there is
+    none, or it is not to be used.
     """
 
     model: ModelFiles
@@ -47,6 +46,20 @@ class TextCodec:
     eos: frozenset[int]
     special: dict[str, str]
     spelling: Spelling
+    template: str | None = None
+
+    def encode_prompt(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
+        """Returns the tokens of a user's text, or of a conversation to answer.
+
+        Without a template the text is used as it is, and messages become one text for the model to continue.
+
+        Raises:
+            ModelError: the template refuses the messages.
+        """
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.template is None:
+            return self.encode(join_messages(messages))
+        return self.encode(render_template(self.template, messages, self.special), special=False)
 
     def encode(self, text: str, special: bool = True) -> tuple[int, ...]:
         """Returns the tokens of `text`. `special` adds tokenizer.json's tokens around it, unless it begins with bos.
@@ -74,12 +87,13 @@ class TextCodec:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
-def load_codec(model: ModelFiles) -> TextCodec:
-    """Loads the tokenizer in a model's folder.
+def load_codec(model: ModelFiles, template: bool = False) -> TextCodec:
+    """Loads the tokenizer in a model's folder; `template`: with its chat template.
 
     Raises:
-        ModelError: there is no tokenizer, or it can't be read.
+        ModelError: there is no tokenizer, or its files can't be read.
     """
+    used = chat_template(model.folder) if template else None
     config = read_json(model.folder / "tokenizer_config.json")
     special = _read_special_tokens(model.folder, config)
     tokenizer = _load_tokenizer(model, [*special.values(), *_read_added_tokens(model.folder, config)])
@@ -88,7 +102,7 @@ def load_codec(model: ModelFiles) -> TextCodec:
     ends = next(filter(None, (_token_set(place.get("eos_token_id")) for place in places)), frozenset[int]())
     if "eos_token" in special:
         ends |= _token_set(tokenizer.token_to_id(special["eos_token"]))
-    return TextCodec(model=model, tokenizer=tokenizer, eos=ends, special=special, spelling=Spelling(tokenizer))
+    return TextCodec(model, tokenizer, ends, special, Spelling(tokenizer), used)
 
 
 def _load_tokenizer(model: ModelFiles, named: Sequence[str]) -> Tokenizer:
@@ -196,40 +210,7 @@ def _is_filler(token: str) -> bool:
     return bool(_FILLER.search(token)) and token.startswith(("<", "["))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelText:
-    """A model's tokenizer and chat template; `template`: None if there is none, or it is not to be used. `sampling`:
-    the values of SamplingParams that its generation_config.json recommends."""
-
-    codec: TextCodec
-    template: str | None
-    sampling: Mapping[str, float]
-
-    def tokens(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
-        """Returns the tokens of a user's text, or of a conversation to answer.
-
-        Without a template the text is used as it is, and messages become one text for the model to continue.
-
-        Raises:
-            ModelError: the template refuses the messages.
-        """
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if self.template is None:
-            return self.codec.encode(join_messages(messages))
-        return self.codec.encode(render_template(self.template, messages, self.codec.special), special=False)
-
-
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def load_text(model: ModelFiles, template: bool = True) -> ModelText:
-    """Loads a model's tokenizer and chat template; `template` False: the tokenizer only.
-
-    Raises:
-        ModelError: its files can't be read.
-    """
-    used = chat_template(model.folder) if template else None
-    return ModelText(load_codec(model), used, read_default_sampling(model.folder))
 
 
 def read_default_sampling(folder: Path) -> dict[str, float]:

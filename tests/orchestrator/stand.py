@@ -29,7 +29,7 @@ from outrider.orchestrator.events import (
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.pairing.pairing import ChosenPair
-from outrider.orchestrator.pairing.tokenizer import ModelText, TextCodec
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.orchestrator.sockets import ClientSocket
 from outrider.protocol.messages import Stats, Timings, WorkerStats
 from outrider.protocol.stats import Durations
@@ -90,15 +90,15 @@ class ScriptedCore:
 class Stand:
     """A running front, its scripted core, and the way to reach them."""
 
-    def __init__(self, pair: ChosenPair, text: ModelText, endpoint: str) -> None:
+    def __init__(self, pair: ChosenPair, codec: TextCodec, endpoint: str) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sockets = ClientSocket(self.context, endpoint)
         self.endpoint = self.sockets.endpoint
-        self.codec = text.codec
+        self.codec = codec
         self.lines = ThreadQueues()
         self.core = ScriptedCore(self.lines.core, self.lines.events)
         self.announced: list[Announcement] = []
-        self.admission = Admission(pair, text)
+        self.admission = Admission(pair, codec)
         self.front = Front(pair, self.admission, self.sockets, self.lines, self.core.stats, self.announced.append)
         self._threads = [threading.Thread(target=body, daemon=True) for body in (self.core.run, self.front.run)]
 

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.orchestrator.pairing.chat_template import TOOL_TEMPLATE, chat_template, render_template
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.tokenizer import ModelText, load_codec
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import ModelError
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
@@ -27,12 +27,12 @@ def test_prompt_equals_transformers_chat_template(model_folder):
     from transformers import AutoTokenizer
 
     write_config(model_folder, chat_template=TEMPLATE)
-    codec, theirs = load_codec(find_model(str(model_folder))), AutoTokenizer.from_pretrained(str(model_folder))
+    codec, theirs = load_codec(find_model(str(model_folder)), True), AutoTokenizer.from_pretrained(str(model_folder))
     messages = [{"role": "user", "content": " hi <there> "}]
     text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert render_template(TEMPLATE, [{"role": "user", "content": " hi <there> "}], codec.special) == text
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert ModelText(codec, chat_template(model_folder), {}).tokens(" hi <there> ") == tuple(expected)
+    assert codec.encode_prompt(" hi <there> ") == tuple(expected)
 
 
 def test_format_that_is_code_of_mlx_lm_is_refused_unless_there_is_a_template(model_folder):

@@ -123,7 +123,7 @@ def test_sampling_is_the_models_own_unless_flags_say_otherwise(
     served, talk, templated, monkeypatch, flags, temp, top_p
 ):
     own = {"temp": 0.6, "top_p": 0.9}
-    monkeypatch.setattr("outrider.orchestrator.pairing.tokenizer.read_default_sampling", lambda folder: own)
+    monkeypatch.setattr("outrider.orchestrator.cli.chat.read_default_sampling", lambda folder: own)
     served.core.play = says(served.codec, "yes")
     assert talk("one", flags=flags)[0] == 0
     (sampling,) = [event.sampling for event in served.core.told if isinstance(event, Admit)]

@@ -189,7 +189,7 @@ def test_round_records_come_with_their_tokens_if_requested(stand, codec):
 
 
 def test_grammar_is_refused_without_an_end_token(stand):
-    stand.admission._text = replace(stand.admission._text, codec=replace(stand.codec, eos=frozenset()))
+    stand.admission._codec = replace(stand.codec, eos=frozenset())
     with pytest.raises(InvalidRequest, match="has no end token"):
         stand.client().generate("x", SamplingParams(grammar=Grammar.json_object()))
 
@@ -575,7 +575,7 @@ def test_duplicate_request_name_is_refused_and_the_first_continues(stand, codec)
 
 
 def test_chat_template_error_raises_model_error(stand):
-    object.__setattr__(stand.admission._text, "template", "{{ raise_exception('no users here') }}")
+    object.__setattr__(stand.admission._codec, "template", "{{ raise_exception('no users here') }}")
     with pytest.raises(ModelError, match="no users here"):
         stand.client().generate("x")
 

@@ -29,7 +29,7 @@ from outrider.orchestrator.pairing.gguf import read_gguf
 from outrider.orchestrator.pairing.gguf_model import write_model
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
-from outrider.orchestrator.pairing.tokenizer import load_text, read_default_sampling
+from outrider.orchestrator.pairing.tokenizer import load_codec, read_default_sampling
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import digest
 from outrider.protocol.digest import CACHE_VARIABLE
@@ -307,7 +307,7 @@ def test_sentencepiece_tokenizer_keeps_bytes_and_spaces(tmp_path):
         "tokenizer.ggml.add_bos_token": True,
     }
     file = write_gguf(tmp_path / "a.gguf", metadata=said)
-    codec = load_text(find_model(str(file))).codec
+    codec = load_codec(find_model(str(file)))
     assert [codec.tokenizer.id_to_token(token) for token in codec.encode("he e\n")] == [
         "<s>", "\u2581he", "\u2581", "e", "<0x0A>",
     ]  # fmt: skip
@@ -327,7 +327,7 @@ def test_special_tokens_of_phi_3_take_in_the_spaces_after_them(tmp_path, archite
         "tokenizer.ggml.token_type": [2, 3, 3, 3, 3, *[6] * 256, 1, 1],
         "tokenizer.ggml.scores": [0.0] * 261 + [-1.0, -2.0],
     }
-    codec = load_text(find_model(str(write_gguf(tmp_path / "a.gguf", architecture, metadata=said)))).codec
+    codec = load_codec(find_model(str(write_gguf(tmp_path / "a.gguf", architecture, metadata=said))))
     found = [codec.tokenizer.id_to_token(token) for token in codec.encode("<|user|>\n<s>h<|end|>\n", special=False)]
     assert found == ["<|user|>", *kept, "<s>", "\u2581", "h", "<|end|>", *kept]
 
@@ -335,7 +335,7 @@ def test_special_tokens_of_phi_3_take_in_the_spaces_after_them(tmp_path, archite
 def test_token_types_may_be_fractions_or_no_numbers(tmp_path):
     types = [3.0] * 3 + [math.nan] * 262
     codecs = [
-        load_text(find_model(str(write_gguf(tmp_path / f"{name}.gguf", metadata=metadata)))).codec
+        load_codec(find_model(str(write_gguf(tmp_path / f"{name}.gguf", metadata=metadata))))
         for name, metadata in (("usual", {}), ("odd", {"tokenizer.ggml.token_type": types}))
     ]
     assert codecs[0].tokenizer.to_str() == codecs[1].tokenizer.to_str() and codecs[0].eos == codecs[1].eos
@@ -345,34 +345,34 @@ def test_any_token_can_begin_a_text(tmp_path):
     """Also one with a colon, with which the library's templates separate a token from its type."""
     colon = 3 + sorted(ByteLevel.alphabet()).index(":")
     metadata = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": colon}
-    codec = load_text(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=metadata)))).codec
+    codec = load_codec(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=metadata))))
     assert codec.encode("a") == (colon, *codec.encode("a", special=False)) and len(codec.encode("a")) == 2
 
 
 def test_end_token_of_the_chat_format_ends_the_text(file):
-    text = load_text(find_model(str(file)))
-    assert text.codec.eos == {0, 2} and text.codec.special["eos_token"] == "<|im_end|>"
-    assert text.codec.decode(text.tokens("a")) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    codec = load_codec(find_model(str(file)), template=True)
+    assert codec.eos == {0, 2} and codec.special["eos_token"] == "<|im_end|>"
+    assert codec.decode(codec.encode_prompt("a")) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_end_of_turn_token_of_the_metadata_ends_the_text(tmp_path):
     """Whatever its name is."""
     file = write_gguf(tmp_path / "a.gguf", metadata={"tokenizer.ggml.eot_token_id": 9})
-    assert 9 in load_text(find_model(str(file))).codec.eos
+    assert 9 in load_codec(find_model(str(file))).eos
 
 
 @pytest.mark.parametrize("kind", [3, 4, 1])
 def test_end_token_of_the_chat_format_is_never_text_whatever_its_type(tmp_path, kind):
     """Converters write an added token that is not special as user-defined or normal; the model may name another end."""
     said = {"tokenizer.ggml.token_type": [3, 3, kind, *[1] * 262], "tokenizer.ggml.eos_token_id": 0}
-    codec = load_text(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=said)))).codec
+    codec = load_codec(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=said))))
     assert 2 in codec.eos and codec.encode("a<|im_end|>", special=False)[-1] == 2
 
 
 def test_absent_token_may_be_the_largest_number(tmp_path):
     """-1, which some converters write for it, in the unsigned type of these fields; llama.cpp ignores it, too."""
     absent = {f"tokenizer.ggml.{name}_token_id": 2**32 - 1 for name in ("bos", "padding")}
-    special = load_text(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=absent)))).codec.special
+    special = load_codec(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=absent)))).special
     assert special == {"eos_token": "<|im_end|>", "unk_token": "<|endoftext|>"}
 
 

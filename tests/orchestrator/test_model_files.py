@@ -14,6 +14,7 @@ from outrider.orchestrator.pairing import pairing
 from outrider.orchestrator.pairing.model_files import (
     TINY_DRAFT,
     TINY_TARGET,
+    ModelFiles,
     find_model,
     find_own_head,
     tiny_heads,
@@ -268,7 +269,7 @@ def test_auto_backend_detects_heads_by_their_config(tmp_path, config, kind):
     pair = choose_pair(head)
     assert pair.settings.draft_backend == kind and pair.settings.colocate
     assert pair.draft is not None and pair.draft.context_length == pair.target.context_length
-    assert load_pair(pair).codec is not None
+    assert load_pair(pair).model is pair.target
     model = ServeSettings(model=str(TINY_TARGET), draft_model=str(TINY_DRAFT), draft_backend="auto")
     assert choose_pair(model).settings.draft_backend == "mlx"
     with pytest.raises(ModelError, match=f"is a draft head; expected --draft-backend {kind} or auto"):
@@ -327,5 +328,7 @@ def test_draft_with_a_different_vocabulary_is_refused(model_folder, colocate):
 def test_a_draft_with_the_targets_tokenizer_files_has_its_vocabulary(model_folder, monkeypatch):
     """Their tokenizer is loaded once, which takes half of a start."""
     both = choose_pair(ServeSettings(model=str(TINY_TARGET), draft_model=str(model_folder)))
-    monkeypatch.setattr(pairing, "load_codec", lambda draft: pytest.fail(f"{draft.folder} was loaded, too"))
-    assert load_pair(both).codec.model is both.target
+    loaded, load = list[ModelFiles](), pairing.load_codec
+    monkeypatch.setattr(pairing, "load_codec", lambda model, template: loaded.append(model) or load(model, template))
+    assert load_pair(both).model is both.target
+    assert loaded == [both.target]

@@ -65,11 +65,11 @@ def says(codec: TextCodec, tokens: int | None, kind: str = "ServerStopped") -> P
 def stands(endpoint: str, codec: TextCodec) -> Iterator[Callable[..., list[Stand]]]:
     """`stands(2, None)`: running servers that say so many tokens each before they fail."""
     pair, running = choose_pair(ServeSettings()), list[Stand]()
-    text = load_pair(pair)
+    loaded = load_pair(pair)
 
     def make(*tokens: int | None, kind: str = "ServerStopped") -> list[Stand]:
         for count in tokens:
-            running.append(Stand(pair, text, f"{endpoint}-{len(running)}"))
+            running.append(Stand(pair, loaded, f"{endpoint}-{len(running)}"))
             running[-1].core.play = says(codec, count, kind)
             running[-1].start()
         return running[-len(tokens) :]

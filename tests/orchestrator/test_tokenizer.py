@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
-from outrider.orchestrator.pairing.tokenizer import load_codec, load_text
+from outrider.orchestrator.pairing.tokenizer import load_codec, read_default_sampling
 from outrider.protocol.errors import InvalidRequest, ModelError
 from tests.orchestrator.tiny_tokenizers import BYTE_FALLBACK, byte_fallback
 
@@ -127,7 +127,7 @@ def test_end_tokens_come_from_generation_config_config_and_tokenizer(model_folde
 
 def test_recommended_sampling_is_read_except_for_values_out_of_range(model_folder):
     def sampling():
-        return load_text(find_model(str(model_folder))).sampling
+        return read_default_sampling(model_folder)
 
     assert sampling() == {}
     change(model_folder, "generation_config.json", temperature=0.6, top_p=0.95, top_k=20, min_p=None, do_sample=True)
@@ -142,9 +142,9 @@ def test_a_model_that_is_to_sample_has_the_temperature_of_transformers(model_fol
     """Gemma 3 and gpt-oss, which name none, were greedy by default."""
     change(model_folder, "generation_config.json", do_sample=True, top_k=64, repetition_penalty=1.05)
     recommended = {"temp": 1.0, "top_k": 64, "repetition_penalty": 1.05}
-    assert load_text(find_model(str(model_folder))).sampling == recommended
+    assert read_default_sampling(model_folder) == recommended
     change(model_folder, "generation_config.json", temperature=0.7)
-    assert load_text(find_model(str(model_folder))).sampling == {**recommended, "temp": 0.7}
+    assert read_default_sampling(model_folder) == {**recommended, "temp": 0.7}
 
 
 def test_truncation_in_the_file_does_not_cut_a_prompt(model_folder):

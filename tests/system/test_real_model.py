@@ -19,7 +19,7 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.pulled import PULLED_MODELS, pull
-from outrider.orchestrator.pairing.tokenizer import load_text
+from outrider.orchestrator.pairing.tokenizer import load_codec, read_default_sampling
 from outrider.protocol.digest import CACHE_VARIABLE, cache_folder
 from outrider.protocol.errors import ModelError
 from outrider.protocol.ngrams import NgramTable
@@ -64,7 +64,7 @@ def client() -> Iterator[Client]:
 
 
 def test_default_model_comes_with_the_sampling_that_its_authors_recommend(client: Client) -> None:
-    assert load_text(find_model(NAME)).sampling == {"temp": 0.2, "top_p": 0.9}
+    assert read_default_sampling(find_model(NAME).folder) == {"temp": 0.2, "top_p": 0.9}
 
 
 def test_default_model_answers_a_question(client: Client) -> None:
@@ -124,8 +124,8 @@ def test_output_is_certified(client: Client, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_chat_template_of_the_default_model_is_used(client: Client) -> None:
-    text = load_text(find_model(NAME))
-    assert text.template is not None
-    assert text.codec.decode(text.tokens("Hello")).endswith("assistant\n")
+    codec = load_codec(find_model(NAME), template=True)
+    assert codec.template is not None
+    assert codec.decode(codec.encode_prompt("Hello")).endswith("assistant\n")
     short = dataclasses.replace(SamplingParams(), max_tokens=2)
-    assert client.generate("Hello", short).prompt_tokens == len(text.tokens("Hello"))
+    assert client.generate("Hello", short).prompt_tokens == len(codec.encode_prompt("Hello"))

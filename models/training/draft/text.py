@@ -20,7 +20,7 @@ from models.training.draft.writer import Question, Writer
 from models.training.llama import Llama
 from outrider.orchestrator.pairing.chat_template import render_template
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.tokenizer import load_text
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import InvalidRequest, ModelError
 
@@ -41,25 +41,25 @@ class Chat:
     """A model's tokenizer and chat template, from its folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._text = load_text(find_model(str(folder)))
-        self.end = self._text.codec.eos
-        if self._text.template is None or not self.end:
+        self._codec = load_codec(find_model(str(folder)), template=True)
+        self.end = self._codec.eos
+        if self._codec.template is None or not self.end:
             raise ModelError(f"{folder} has no chat template, or no end token; use a chat model")
 
     def counts(self, texts: Iterable[str], vocab: int) -> Tensor:
         """Returns how often each token occurs in these texts [vocab]."""
         found = torch.zeros(vocab, dtype=torch.float64)
-        for encoding in self._text.codec.tokenizer.encode_batch(list(texts), add_special_tokens=False):
+        for encoding in self._codec.tokenizer.encode_batch(list(texts), add_special_tokens=False):
             found.index_add_(0, torch.tensor(encoding.ids), torch.ones(len(encoding.ids), dtype=torch.float64))
         return found
 
     def question(self, prompt: Prompt) -> Question:
         """Returns the prompt in tokens. The limit of its answer depends on its number."""
-        codec = self._text.codec
+        codec = self._codec
         if prompt.kind == PLAIN:
             return Question(prompt.number, prompt.kind, (), list(codec.encode(prompt.text)[:512]), 0)
         messages = [{"role": "user", "content": prompt.text + _END_OF_MESSAGE * prompt.is_open}]
-        text = render_template(str(self._text.template), messages, codec.special)
+        text = render_template(str(self._codec.template), messages, codec.special)
         limit = int(np.random.default_rng(prompt.number).integers(*_LIMITS))
         ids, *rest = (codec.encode(of, special=False) for of in text.split(_END_OF_MESSAGE))
         temps = (TEMPS[prompt.number // (2 * len(KINDS)) % len(TEMPS)],) if prompt.is_open else TEMPS
