@@ -25,7 +25,7 @@ from outrider.orchestrator.pairing.model_files import (
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings, check_setting
 from outrider.protocol.digest import cache_folder
-from outrider.protocol.errors import WorkerError
+from outrider.protocol.errors import InvalidRequest, WorkerError
 
 REPORT_MODULE = "outrider.drafters.coreml.doctor"
 GIBIBYTE = 2**30
@@ -60,10 +60,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _find_default_draft() -> Path:
-    """Returns the default model's draft, or the tiny one, if there is one, instead of downloading the default."""
+    """Returns the default model's draft; if the default would have to be downloaded, the tiny one, if there is one."""
     model = os.environ.get(MODEL_VARIABLE) or DEFAULT_MODEL
-    pair = choose_pair(ServeSettings()) if is_on_disk(model) or not is_on_disk(TINY) else None
-    return pair.draft.folder if pair is not None and pair.draft is not None else Path(tiny_pair()[1])
+    if is_on_disk(TINY) and not is_on_disk(model):
+        return Path(tiny_pair()[1])
+    draft = choose_pair(ServeSettings()).draft
+    if draft is None:
+        raise InvalidRequest(f"no draft model comes with {model}; expected --draft-model")
+    return draft.folder
 
 
 def _format_report(report: dict[str, Any]) -> str:

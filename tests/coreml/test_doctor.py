@@ -20,7 +20,7 @@ from outrider.drafters.coreml.selection import Packages
 from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
 from outrider.orchestrator.cli import doctor as doctor_command
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.pairing.model_files import TINY
+from outrider.orchestrator.pairing.model_files import TINY, TINY_TARGET
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import GOOD, SIZES, Bench
 from tools import coreml_survey as survey
@@ -184,3 +184,11 @@ def test_command_names_the_blas_that_workers_use(
 def test_command_looks_for_the_draft_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("the report takes minutes with --probe"))
     assert main(["doctor", "--draft-model", "/no/such"]) == ModelError.exit_code
+
+
+def test_default_model_without_a_draft_needs_one_to_be_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUTRIDER_MODEL", str(TINY_TARGET))
+    assert main(["doctor"]) == 2
+    assert f"no draft model comes with {TINY_TARGET}; expected --draft-model" in capsys.readouterr().err
