@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
             " the target take turns; expected a draft model; `outrider generate --trace FILE` records a head's rounds"
         )
     if not settings.has_draft_worker:
-        raise InvalidRequest(f"overlap needs a draft model; draft_backend {settings.draft_backend} has none")
+        raise InvalidRequest("overlap needs a draft model; expected --draft-model, and a --draft-backend that uses it")
     prompt, out = read_prompt(options.prompt), options.out
     drawn = out if out.suffix.lower() in PICTURE_SUFFIXES and not out.is_dir() else out / "rounds.png"
     ensure_writable(drawn.parent, "choose another --out")

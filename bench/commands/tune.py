@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     settings = ServeSettings(**flags.settings_of(options))
     pair = choose_pair(settings)
     if not pair.settings.needs_draft_model:
-        raise InvalidRequest(f"tune needs a draft model; draft_backend {pair.settings.draft_backend} has none")
+        raise InvalidRequest("tune needs a draft model; expected --draft-model, and a --draft-backend that uses it")
     SamplingParams(temp=options.temp)  # checks the temperature before anything starts
     path = tuning.tuning_path(pair.settings)
     ensure_writable(path.parent, f"set {CACHE_VARIABLE} to a writable folder")

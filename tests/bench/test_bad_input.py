@@ -11,6 +11,7 @@ from outrider.bench.commands import tune
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
+from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.version import install_command
 
@@ -118,11 +119,14 @@ def test_invalid_overlap_arguments_are_refused_before_measuring(
     assert exit_code_and_error(capsys, "overlap", *arguments) == (2, f"outrider overlap: {words}")
 
 
-@pytest.mark.parametrize("backend", ["ngram", "none"])
-def test_tune_without_a_draft_model_is_refused(capsys: Captured, backend: str) -> None:
-    code, message = exit_code_and_error(capsys, "tune", "--draft-backend", backend)
+@pytest.mark.parametrize("command", ["tune", "overlap"])
+@pytest.mark.parametrize("arguments", [("--draft-backend", "none"), ("--model", str(TINY_TARGET))])
+def test_measuring_drafts_without_a_draft_model_is_refused(
+    capsys: Captured, command: str, arguments: tuple[str, str]
+) -> None:
+    code, message = exit_code_and_error(capsys, command, *arguments)
     assert code == InvalidRequest.exit_code
-    assert f"tune needs a draft model; draft_backend {backend} has none" in message
+    assert f"{command} needs a draft model; expected --draft-model, and a --draft-backend that uses it" in message
 
 
 def test_tune_with_a_missing_model_is_a_model_error(capsys: Captured) -> None:
