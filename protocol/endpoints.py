@@ -420,7 +420,8 @@ def _handshake_error(endpoint: str, keys: ClientKeys | None, known: bool) -> Out
         return KeyFault(f"{endpoint} requires keys; expected --server-key with the key that the server prints")
     if known:
         return KeyFault(
-            f"{endpoint} refuses this side's key {keys.own.public}; allow it on the server (`outrider keys allow`)"
+            f"{endpoint} refuses this side's key {keys.own.public}; allow it on the server (`outrider keys allow`, with"
+            " --as for a worker)"
         )
     return KeyFault(
         f"{endpoint} has a server with another key than {keys.server}; expected the key that `outrider"

@@ -63,7 +63,7 @@ MAX_INVALID_MESSAGES = 8
 EMPTY_HELLO = Hello("target", "", 0, 0, "", "", 0, 0, 0, 0)
 """Replaces the HELLO of a worker that has not sent one."""
 
-KEY_NOT_ALLOWED = "its key is not allowed (any more); allow it on the server with `outrider keys allow`"
+KEY_NOT_ALLOWED = "its key is not allowed (any more); allow it on the server with `outrider keys allow` and --as"
 TARGET_NAME = "target-0"
 MAX_WORKERS = 32
 MAX_NAME_LENGTH = 64

@@ -120,10 +120,10 @@ def test_drafter_with_a_revoked_key_is_dismissed_for_good(joining_pool: JoiningP
     assert not joining_pool.tick(100)
     joining_pool.ring.revoke("mini")
     (why,) = joining_pool.tick(200)
-    assert "mini is dismissed: its key is not allowed" in why
+    assert "mini is dismissed: its key is not allowed" in why and "`outrider keys allow` and --as" in why
     assert "is dismissed" in reason(decode(far.recv_multipart()[-1:]) if far.poll(WAIT_MS) else Welcome(""))
     assert "its key is not allowed" in reason(joining_pool.hello(far, 7, name="mini"))  # by its old connection
-    with pytest.raises(KeyFault, match="refuses this side's key"):
+    with pytest.raises(KeyFault, match=r"refuses this side's key .* \(`outrider keys allow`, with --as for a worker\)"):
         probe(joining_pool.pool.joining_endpoint, joining_pool.keys(MINI))
 
 
