@@ -156,14 +156,10 @@ def time_chains(
 
 @dataclass(frozen=True, slots=True)
 class RunnerResult:
-    """The runs of a runner: their summary, and two counts that only the formula needs.
-
-    `rows[M]` counts verifies of M tokens. `asked` counts rounds that waited for a chain on request.
-    """
+    """The runs of a runner. `rows[M]` counts verifies of M tokens."""
 
     found: Summary
     rows: tuple[int, ...]
-    asked: int
 
     @property
     def tokens(self) -> float:
@@ -173,15 +169,15 @@ class RunnerResult:
     @property
     def rate(self) -> float:
         """Tokens per second."""
-        return 1000 * self.found.tokens / self.found.decode_ms
+        return 1000 * self.found.tokens / self.found.sums.predicted_ms
 
 
 def summarize_timings(timings: Sequence[Timings]) -> RunnerResult:
     found = summarize(timings)
-    longest = [*found.drafted, 0]
+    longest = [*found.sums.drafted_by_position, 0]
     chains = [longer - shorter for longer, shorter in pairwise(longest)]
     rows = (0, max(found.rounds - sum(chains), 0), *chains)
-    return RunnerResult(found, rows, sum(t.draft_waits for t in timings))
+    return RunnerResult(found, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +203,7 @@ class FormulaComparison:
 
 def compare_plain(run: RunnerResult, alone: IsolatedTimes) -> FormulaComparison:
     """Compares plain decoding: steps one after another, without waits."""
-    step_ms = run.found.decode_ms / run.found.rounds
+    step_ms = run.found.sums.predicted_ms / run.found.rounds
     return FormulaComparison(run.rate, 1000 * ar_rate(alone.costs()), step_ms, alone.step_ms, 0.0, 0.0)
 
 
@@ -220,9 +216,9 @@ def compare_speculative(run: RunnerResult, alone: IsolatedTimes, depth: int, wor
     return FormulaComparison(
         run.rate,
         1000 * predicted,
-        run.found.verify_ms / run.found.rounds,
+        run.found.sums.verify_ms / run.found.rounds,
         verify_alone_ms,
-        run.found.idle_ms / run.found.rounds,
+        run.found.sums.idle_ms / run.found.rounds,
         run.tokens / predicted - verify_alone_ms,
     )
 
@@ -233,7 +229,7 @@ def round_kinds(run: RunnerResult, depth: int, works_ahead: bool) -> list[RoundK
     chains = sum(run.rows[2:])
     drafted = sum(count * min(rows - 1, depth) for rows, count in enumerate(run.rows) if rows > 1)
     mean = round(drafted / chains) if chains else 0
-    asked = min(run.asked / run.found.rounds, 1.0)
+    asked = min(run.found.sums.draft_waits / run.found.rounds, 1.0)
     kinds = []
     for rows, count in enumerate(run.rows):
         share = count / run.found.rounds
@@ -272,8 +268,9 @@ def format_comparison(name: str, run: RunnerResult, comparison: FormulaCompariso
     between = f" + between {comparison.between_ms:.2f} (predicted {comparison.between_alone_ms:.2f})"
     return (
         f"{name}: {comparison.measured:.1f} tok/s, {comparison.share:.2f} of the predicted {comparison.predicted:.1f};"
-        f" a round of {run.found.decode_ms / run.found.rounds:.2f} ms = verify {comparison.verify_ms:.2f} ({slower:.2f}"
-        f" times the {comparison.verify_alone_ms:.2f} in isolation){between if comparison.between_alone_ms else ''}"
+        f" a round of {run.found.sums.predicted_ms / run.found.rounds:.2f} ms = verify {comparison.verify_ms:.2f}"
+        f" ({slower:.2f} times the {comparison.verify_alone_ms:.2f} in isolation)"
+        f"{between if comparison.between_alone_ms else ''}"
     )
 
 

@@ -146,17 +146,17 @@ def _near_cluster(hosts: TwoHosts, options: Sequence[str], **settings: Unpack[Se
 def _print_row(shape: LinkShape, runs: dict[str, list[Run]], carried: Carried) -> None:
     """Prints a line of the table, without the first prompt, which warms up the estimates."""
     near, far = runs[NEAR][1:], runs[FAR][1:]
-    sums = [summarize([run.timings for run in found if run.timings]) for found in (near, far)]
+    summaries = [summarize([run.timings for run in found if run.timings]) for found in (near, far)]
     rounds = sum(run.timings.rounds for run in runs[FAR] if run.timings)
     if [run.tokens for run in near] != [run.tokens for run in far]:
         raise WorkerError("texts differ between the near and the far drafter; expected equal texts for the same seed")
     cells = [
         *(f"{total_rate([run.timed for run in found]):.1f}" for found in (near, far)),
         str(ratio([run.timed for run in far], [run.timed for run in near])),
-        *(f"{s.hit_rate or 0:.3f}" for s in sums),
-        *(f"{s.tokens / s.rounds:.2f}" for s in sums),
-        *(f"{s.verify_ms / s.rounds:.2f}" for s in sums),
-        *(f"{s.idle_ms / s.rounds:.2f}" for s in sums),
+        *(f"{s.hit_rate or 0:.3f}" for s in summaries),
+        *(f"{s.tokens / s.rounds:.2f}" for s in summaries),
+        *(f"{s.sums.verify_ms / s.rounds:.2f}" for s in summaries),
+        *(f"{s.sums.idle_ms / s.rounds:.2f}" for s in summaries),
         *(f"{value / rounds:.0f}" for value in (carried.bytes_there, carried.bytes_back)),
         f"{carried.packets / rounds:.1f}",
     ]

@@ -181,7 +181,7 @@ def _run_contestant(
 def _make_row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run]], hop_ms: float) -> SimulatedRow:
     own_runs, is_predictable = runs[contestant.name], contestant.mode != "auto"
     sd = next(others for name, others in runs.items() if name.startswith("sd"))
-    sums = summarize([run.timings for run in own_runs if run.timings])
+    found = summarize([run.timings for run in own_runs if run.timings])
     timed = [run.timed for run in own_runs]
     return SimulatedRow(
         contestant.name,
@@ -189,10 +189,10 @@ def _make_row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run
         _predict(profile, contestant.policy, hop_ms=hop_ms) if is_predictable else None,
         _predict(profile, contestant.policy) if is_predictable else None,
         _published_rate(profile.published, contestant),
-        sums.hit_rate or 0.0,
-        sums.tokens / sums.rounds,
-        sums.idle_ms / sums.rounds,
-        sums.turnaround_ms,
+        found.hit_rate or 0.0,
+        found.tokens / found.rounds,
+        found.sums.idle_ms / found.rounds,
+        found.turnaround_ms,
         ratio(timed, [run.timed for run in sd]),
         ratio(timed, [run.timed for run in runs["ar"]]),
     )

@@ -46,17 +46,16 @@ def list_arms(has_worker: bool, heads: Sequence[str]) -> list[Arm]:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredArm:
-    """The runs of an arm over this many `texts`. `rounds`: without the first of each text, which reads the prompt."""
+    """The runs of an arm. `rounds`: without the first of each text, which reads the prompt."""
 
     arm: Arm
-    texts: int
     summary: Summary
     rounds: tuple[RoundRecord, ...]
 
     @property
     def rate(self) -> float:
         """Tokens per second."""
-        return 1000 * self.summary.tokens / self.summary.decode_ms
+        return 1000 * self.summary.tokens / self.summary.sums.predicted_ms
 
     @property
     def tokens_per_round(self) -> float:
@@ -70,8 +69,9 @@ class MeasuredArm:
     @property
     def acceptance(self) -> tuple[float, ...]:
         """By position, how often a chain token was accepted if all tokens before it were."""
-        reached = [*self.summary.drafted[:1], *self.summary.accepted[:-1]]
-        return tuple(held / all_ for held, all_ in zip(self.summary.accepted, reached, strict=True) if all_)
+        accepted = self.summary.sums.accepted_by_position
+        reached = [*self.summary.sums.drafted_by_position[:1], *accepted[:-1]]
+        return tuple(held / all_ for held, all_ in zip(accepted, reached, strict=True) if all_)
 
     @property
     def step_ms(self) -> float:
@@ -122,7 +122,7 @@ def _run_arm(client: Client, arm: Arm, text: Sequence[int], sampling: SamplingPa
 
 def _summarize_arm(arm: Arm, runs: Sequence[_Run]) -> MeasuredArm:
     rounds = tuple(record for _, of_run in runs for record in of_run)
-    return MeasuredArm(arm, len(runs), summarize([timings for timings, _ in runs]), rounds)
+    return MeasuredArm(arm, summarize([timings for timings, _ in runs]), rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +187,8 @@ class ArmCosts:
         """Returns the arms of a mode, those of most texts first, the fastest of these first; none if nothing was
         drafted for them."""
         found = [one for arm, one in self.arms.items() if (arm.mode, arm.drafter) == (mode, drafter)]
-        drafts = mode == PLAIN_ARM.mode or any(sum(one.summary.drafted) for one in found)
-        return sorted(found, key=lambda one: (-one.texts, -one.rate)) if drafts else []
+        drafts = mode == PLAIN_ARM.mode or any(sum(one.summary.sums.drafted_by_position) for one in found)
+        return sorted(found, key=lambda one: (-one.summary.runs, -one.rate)) if drafts else []
 
     def best_arms(self) -> list[MeasuredArm]:
         """Returns each mode and head that drafts at its best K and B, the fastest first."""

@@ -122,7 +122,8 @@ def _make_section(
 def describe_rounds(name: str, found: Summary, weight_bytes: int) -> list[str]:
     """Returns lines with the parts of a runner's round, and its shares by position. `weight_bytes`: what the target
     reads in one forward."""
-    whole_ms, verify_ms, idle_ms = (total / found.rounds for total in (found.decode_ms, found.verify_ms, found.idle_ms))
+    sums = found.sums
+    whole_ms, verify_ms, idle_ms = (total / found.rounds for total in (sums.predicted_ms, sums.verify_ms, sums.idle_ms))
     hits = "" if found.hit_rate is None else f", hit rate {found.hit_rate:.0%}"
     lines = [
         f"- a round of {name}: {whole_ms:.2f} ms = verify {verify_ms:.2f} + target idle {idle_ms:.2f}"
@@ -130,8 +131,8 @@ def describe_rounds(name: str, found: Summary, weight_bytes: int) -> list[str]:
         f" the verifies read {1000 * weight_bytes / verify_ms / GIGA:.1f} GB/s of target weights"
     ]
     for what, shares in (
-        ("acceptance by position", _format_shares(found.accepted, found.drafted, 1)),
-        ("hit rate by accepted tokens", _format_shares(found.hits, found.looked_up, 0)),
+        ("acceptance by position", _format_shares(sums.accepted_by_position, sums.drafted_by_position, 1)),
+        ("hit rate by accepted tokens", _format_shares(sums.hits_by_accepted, sums.looked_up_by_accepted, 0)),
     ):
         lines += [f"- {what}, {name}: {shares}"] if shares else []
     return lines

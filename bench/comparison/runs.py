@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from outrider.orchestrator.client.client import Client
 from outrider.protocol.messages import Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.stats import add_rows
 
 V = TypeVar("V")
 
@@ -126,51 +125,42 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Sums over runs. `tokens`, `rounds` and times are of decoding, without the prompt's round.
+    """The `sums` over `runs`. `tokens` and `rounds` are of decoding, without the prompt's round.
 
-    `drafted[i]` counts chains with a token i, `accepted[i]` those with tokens 0 to i accepted. `looked_up` and `hits`
-    count outcomes by accepted chain tokens. `turnaround_ms` is the median of hits, None without hits.
+    `turnaround_ms` is the median of hits, None without hits.
     """
 
-    tokens: int
-    rounds: int
-    decode_ms: float
-    verify_ms: float
-    idle_ms: float
-    drafted: tuple[int, ...]
-    accepted: tuple[int, ...]
-    looked_up: tuple[int, ...]
-    hits: tuple[int, ...]
+    runs: int
+    sums: Timings
     turnaround_ms: float | None
+
+    @property
+    def tokens(self) -> int:
+        return self.sums.predicted_n - self.runs
+
+    @property
+    def rounds(self) -> int:
+        return max(self.sums.rounds - self.runs, 0)
 
     @property
     def acceptance(self) -> float | None:
         """The share of drafted tokens that were accepted; None without drafted tokens."""
-        return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else None
+        drafted = sum(self.sums.drafted_by_position)
+        return sum(self.sums.accepted_by_position) / drafted if drafted else None
 
     @property
     def tokens_per_round(self) -> float | None:
-        return self.tokens / self.rounds if self.rounds and sum(self.drafted) else None
+        return self.tokens / self.rounds if self.rounds and any(self.sums.drafted_by_position) else None
 
     @property
     def hit_rate(self) -> float | None:
-        return sum(self.hits) / sum(self.looked_up) if sum(self.looked_up) else None
+        looked_up = sum(self.sums.looked_up_by_accepted)
+        return sum(self.sums.hits_by_accepted) / looked_up if looked_up else None
 
 
 def summarize(timings: Sequence[Timings]) -> Summary:
     turnarounds = [ms for t in timings for ms in t.turnaround_ms]
-    return Summary(
-        tokens=sum(t.predicted_n - 1 for t in timings),
-        rounds=sum(max(t.rounds - 1, 0) for t in timings),
-        decode_ms=sum(t.predicted_ms for t in timings),
-        verify_ms=sum(t.verify_ms for t in timings),
-        idle_ms=sum(t.idle_ms for t in timings),
-        drafted=add_rows(*(t.drafted_by_position for t in timings)),
-        accepted=add_rows(*(t.accepted_by_position for t in timings)),
-        looked_up=add_rows(*(t.looked_up_by_accepted for t in timings)),
-        hits=add_rows(*(t.hits_by_accepted for t in timings)),
-        turnaround_ms=statistics.median(turnarounds) if turnarounds else None,
-    )
+    return Summary(len(timings), sum(timings, Timings()), statistics.median(turnarounds) if turnarounds else None)
 
 
 PromptRunner: TypeAlias = Callable[[Sequence[int], SamplingParams], Run]

@@ -116,8 +116,8 @@ def test_measuring_takes_about_a_minute_on_any_machine(factor: float, right: int
     machine = Machine(curve((1, 10 * factor), (4, 12 * factor)), 4 * factor, {"": right})
     found = measured(machine)
     assert machine.now_ns / 1e9 < 1.5 * BUDGET_SECONDS
-    assert set(found.arms) == set(WORKER) and found.arms[PLAIN_ARM].texts == max(
-        one.texts for one in found.arms.values()
+    assert set(found.arms) == set(WORKER) and found.arms[PLAIN_ARM].summary.runs == max(
+        one.summary.runs for one in found.arms.values()
     )
     assert verdict(found).endswith("Recommended: --mode ar") is (right == 0)
 
