@@ -152,7 +152,7 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
     Raises:
         OutriderError: it can't run, or is not complete after `wait` seconds.
     """
-    http = plan.ingress.http
+    ingress = plan.ingress
     show("connecting to the head")
     if plan.engine.model is not None:
         find_model(plan.engine.model, weights=False)  # the ingress tokenizes with it, and starts on this host
@@ -163,11 +163,11 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
     with connect_to_ray(address):
         if APP_NAME not in serve.status().applications:
             try:
-                HttpListener(http).close()
+                HttpListener(ingress).close()
             except EndpointError:
                 raise EndpointError(
-                    f"the ingress can't listen at {http.host}:{http.port}: the port is in use, or this host does not"
-                    " have the address; expected another ingress.port or ingress.host in the file"
+                    f"the ingress can't listen at {ingress.host}:{ingress.port}: the port is in use, or this host does"
+                    " not have the address; expected another ingress.port or ingress.host in the file"
                 ) from None
         show("deploying the fleet on Ray")
         deploy(plan)

@@ -192,11 +192,11 @@ class Ingress:
     ) -> None:
         keep = engine.gguf_keep_precision
         files = find_model(engine.model or default_model(keep)[0], weights=False, keep_precision=keep)
-        model = load_served_model(files.name, files.folder, ingress.http.model_names, ingress.http.tool_fallback)
+        model = load_served_model(files.name, files.folder, ingress.model_names, ingress.tool_fallback)
         self._engines = EngineLeases(ingress, handles, engine_counts, engine.keys)
-        app = build_app(model, self._engines, ingress.http)
-        self._listener = HttpListener(ingress.http)
-        self._server = server = uvicorn.Server(uvicorn_config(app, ingress.http))
+        app = build_app(model, self._engines, ingress)
+        self._listener = HttpListener(ingress)
+        self._server = server = uvicorn.Server(uvicorn_config(app, ingress))
         self._thread = threading.Thread(target=self._serve, args=(server,), daemon=True, name="http")
         self._thread.start()
 

@@ -42,9 +42,8 @@ RESERVED_SETTINGS = ("model", "draft_model", "endpoint", "workers_endpoint", "ad
 """Server settings that the fleet sets itself, or that have another place in the file."""
 
 ENGINE_KEYS = tuple(field.name for field in fields(ServeSettings) if field.name not in RESERVED_SETTINGS)
-HTTP_KEYS = ("host", "port", "api_keys", "cors_origins", "model_names", "max_body_mb", "request_timeout",
-        "max_streams_per_key")  # fmt: skip
-INGRESS_KEYS = ("count", "sessions", "tries", "api_key_file", *HTTP_KEYS)
+INGRESS_KEYS = ("count", "sessions", "tries", "api_key_file", "host", "port", "api_keys", "cors_origins", "model_names",
+        "max_body_mb", "request_timeout", "max_streams_per_key")  # fmt: skip
 LIST_KEYS = ("api_keys", "cors_origins", "model_names")
 
 Record = TypeVar("Record")
@@ -109,8 +108,8 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class IngressPlan:
-    """The ingress: `count` processes that serve HTTP on one port, with the settings `http`.
+class IngressPlan(HttpSettings):
+    """The ingress: `count` processes that serve HTTP on one port, with the same settings as a server's.
 
     `sessions`: requests with the same `x-session-id` go to the same engine. `tries`: engines tried for a text.
     """
@@ -118,10 +117,6 @@ class IngressPlan:
     count: int = values.int_field(1, 1, MAX_INGRESSES)
     sessions: bool = values.checked_field(True, values.check_bool)
     tries: int = values.int_field(5, 1, MAX_TRIES)
-    http: HttpSettings = field(default_factory=HttpSettings)
-
-    def __post_init__(self) -> None:
-        values.check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,18 +240,17 @@ def _read_section(name: str, kind: type[Record], found: object) -> Record:
 
 def _ingress_plan(found: object) -> IngressPlan:
     given = _section_keys("ingress", found, INGRESS_KEYS)
-    http = {name: given.pop(name) for name in HTTP_KEYS if name in given}
-    http |= {name: _check_strings(f"ingress.{name}", http[name]) for name in LIST_KEYS if name in http}
+    given |= {name: _check_strings(f"ingress.{name}", given[name]) for name in LIST_KEYS if name in given}
     file = given.pop("api_key_file", None)
     path = values.check_path("ingress.api_key_file", file).expanduser() if file is not None else None
-    http["api_keys"] = (*http.get("api_keys", ()), *read_api_keys(path))
+    given["api_keys"] = (*given.get("api_keys", ()), *read_api_keys(path))
     try:
-        return _make_record("ingress", IngressPlan, {**given, "http": _make_record("ingress", HttpSettings, http)})
+        return _make_record("ingress", IngressPlan, given)
     except InvalidRequest as error:
-        if http["api_keys"] or "API key" not in str(error):
+        if given["api_keys"] or "API key" not in str(error):
             raise
         raise InvalidRequest(
-            f"ingress.host {http['host']} is reachable from other machines and needs an API key; expected"
+            f"ingress.host {given['host']} is reachable from other machines and needs an API key; expected"
             " ingress.api_keys, ingress.api_key_file or OUTRIDER_API_KEY, or a loopback host such as 127.0.0.1"
         ) from None
 

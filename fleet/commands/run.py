@@ -51,9 +51,7 @@ def describe(plan: FleetPlan) -> str:
         lines.append(f"placed:   {many} of {plan.engine.model or 'the default model'}, each needs {plan.placed.needs}")
         lines.append(f"drafters: {drafter.on}, each needs {drafter.needs}")
     lines += [f"attached: {endpoint}" for endpoint in plan.attached]
-    http = plan.ingress.http
-    keys = f"API keys: {len(http.api_keys)}" if http.api_keys else "no API key"
-    lines.append(
-        f"ingress:  {plan.ingress.count} at {http.host}:{http.port}, {keys}, {plan.ingress.tries} tries per text"
-    )
+    ingress = plan.ingress
+    keys = f"API keys: {len(ingress.api_keys)}" if ingress.api_keys else "no API key"
+    lines.append(f"ingress:  {ingress.count} at {ingress.host}:{ingress.port}, {keys}, {ingress.tries} tries per text")
     return "\n".join(lines)

@@ -12,7 +12,6 @@ import pytest
 
 from outrider import LocalCluster
 from outrider.fleet.plan import FleetPlan, IngressPlan
-from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import TINY_DRAFT
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError
@@ -35,7 +34,7 @@ def fleet(hosts: Any, foreign: LocalCluster) -> Iterator[Fleet]:
         servers = [LocalCluster(endpoint="tcp://127.0.0.1:0", shards=ranks, pin_cores=False) for ranks in SHARDS]
         for server in servers:
             stack.callback(server.close)
-        ingress = IngressPlan(http=HttpSettings(port=0, api_keys=(KEY,)))
+        ingress = IngressPlan(port=0, api_keys=(KEY,))
         plan = FleetPlan(
             ServeSettings(), attached=tuple(server.endpoint for server in (*servers, foreign)), ingress=ingress
         )

@@ -11,12 +11,11 @@ import pytest
 
 from outrider.fleet.host import Resources
 from outrider.fleet.plan import FleetPlan, IngressPlan, Placed, Scale
-from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from tests.fleet.running_fleet import KEY, Fleet, kill, running, target_of, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
-INGRESS = IngressPlan(http=HttpSettings(port=0, api_keys=(KEY,)))
+INGRESS = IngressPlan(port=0, api_keys=(KEY,))
 METAL = Resources(metal=1)
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from outrider.fleet.host import Resources
 from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed
-from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.keys import make_pair
 from tests.fleet.running_fleet import (
@@ -36,10 +35,10 @@ DRAFTER = DrafterPlan(on="other-host", needs=Resources(ane=1))
 
 @pytest.fixture(scope="module")
 def fleet(hosts: Any) -> Iterator[Fleet]:
-    http = HttpSettings(port=0, api_keys=(KEY,))
+    ingress = IngressPlan(port=0, api_keys=(KEY,))
     placed = Placed(replicas=2, needs=Resources(metal=1), drafter=DRAFTER)
     engine = ServeSettings(memory=False, draft_prefill="mlx")  # of the drafters, which are not on the engines' hosts
-    with running(FleetPlan(engine, placed, ingress=IngressPlan(http=http)), "placed", 2) as found:
+    with running(FleetPlan(engine, placed, ingress=ingress), "placed", 2) as found:
         yield found
 
 

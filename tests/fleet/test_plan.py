@@ -11,7 +11,6 @@ import pytest
 from outrider.fleet.host import Resources, undetected_resources
 from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed, Scale, parse_plan, read_plan
 from outrider.orchestrator.cli import worker
-from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 
@@ -43,7 +42,7 @@ def test_every_key_is_read_into_the_plan(file):
         engine=ServeSettings(model="org/big", draft_model="org/small", max_active=4),
         placed=Placed(4, Resources(metal=1), DrafterPlan("other-host", Resources(ane=1))),
         attached=("tcp://10.0.0.11:7777", "tcp://10.0.0.12:7777"),
-        ingress=IngressPlan(2, sessions=False, tries=3, http=HttpSettings(port=8001, api_keys=("one",))),
+        ingress=IngressPlan(count=2, sessions=False, tries=3, port=8001, api_keys=("one",)),
     )
 
 
@@ -66,7 +65,7 @@ def test_api_keys_come_from_the_plan_the_key_file_and_the_environment(file, tmp_
     (tmp_path / "keys").write_text("two\nthree\n")
     monkeypatch.setenv("OUTRIDER_API_KEY", "four")
     ingress = {"host": "0.0.0.0", "api_keys": ["one"], "api_key_file": str(tmp_path / "keys")}
-    assert parse_plan({**ONE, "ingress": ingress}).ingress.http.api_keys == ("one", "two", "three", "four")
+    assert parse_plan({**ONE, "ingress": ingress}).ingress.api_keys == ("one", "two", "three", "four")
 
 
 def test_plan_round_trips_through_pickle():

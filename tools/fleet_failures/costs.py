@@ -19,7 +19,6 @@ from outrider.bench.comparison.runs import Interval, Timed, bootstrap, ratio
 from outrider.fleet.plan import FleetPlan, IngressPlan
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.async_client import AsyncClient
-from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
@@ -74,7 +73,7 @@ def _measure_lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cos
     wanted = WantedText((1, 2, 3), TEXT_TOKENS, 0.0, 0)
     with closing(Clockwork()) as clockwork:
         deploy(
-            FleetPlan(ServeSettings(), attached=(clockwork.endpoint,), ingress=IngressPlan(http=HttpSettings(port=0))),
+            FleetPlan(ServeSettings(), attached=(clockwork.endpoint,), ingress=IngressPlan(port=0)),
             APP_NAME,
         )
         try:

@@ -16,7 +16,6 @@ from outrider.fleet.host import Resources
 from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import OutriderError, WorkerError
 from outrider.protocol.messages import Stats
@@ -143,7 +142,7 @@ def run_fleet() -> Iterator[Fleet]:
 
     attached = Attached()
     try:
-        ingress = IngressPlan(count=INGRESS_COUNT, http=HttpSettings(port=0))
+        ingress = IngressPlan(count=INGRESS_COUNT, port=0)
         placed = Placed(PLACED_COUNT, Resources(metal=1), DRAFTER)
         deploy(FleetPlan(ServeSettings(memory=False), placed, (attached.endpoint,), ingress), NAME)
         fleet = Fleet(attached)
