@@ -128,18 +128,13 @@ class DrafterActor:
         return self._keyring.key
 
     def draft(self, settings: ServeSettings, endpoint: str, server_key: str) -> int:
-        """Drafts for the server at `endpoint` until the worker ends; returns its exit code."""
-        theirs, lifeline = os.pipe()
-        join = ["worker", "draft", "--connect", endpoint, "--server-key", server_key, "--parent-fd", str(theirs)]
+        """Drafts for the server at `endpoint` until the worker ends, at the latest when this process does and its stdin
+        closes; returns its exit code."""
+        join = ["worker", "draft", "--connect", endpoint, "--server-key", server_key, "--parent-fd", "0"]
         join += ["--keys", str(self._keyring.folder), *to_flags(settings)]
-        process = subprocess.Popen(
-            python("-m", "outrider", *join), stdin=subprocess.DEVNULL, env=child_environment(), pass_fds=(theirs,)
-        )
-        os.close(theirs)
-        try:
+        line = python("-m", "outrider", *join)
+        with subprocess.Popen(line, stdin=subprocess.PIPE, env=child_environment()) as process:
             return process.wait()
-        finally:
-            os.close(lifeline)
 
 
 def keep_drafter(settings: ServeSettings, endpoint: str, keyring: ActorKeyring) -> None:
