@@ -26,7 +26,6 @@ from ray.serve.request_router import PendingRequest, RunningReplica
 from ray.serve.schema import ApplicationStatusOverview
 
 from outrider.fleet.engine import AttachedEngine, EngineAddress, PlacedEngine
-from outrider.fleet.host import RAY_NAMES, VERSION_LABEL, Resources
 from outrider.fleet.ingress import Ingress
 from outrider.fleet.membership import FleetHead, RayNode
 from outrider.fleet.plan import FleetPlan, Placed, check_fits, read_plan
@@ -158,7 +157,7 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
         find_model(plan.engine.model, weights=False)  # the ingress tokenizes with it, and starts on this host
     head = FleetHead(address)
     if plan.placed is not None:
-        check_fits(plan.placed, [node.resources for node in head.nodes() if node.alive])
+        check_fits(plan.placed, [node.offers for node in head.nodes() if node.alive])
     head.store_models([name for name in (plan.engine.model, plan.engine.draft_model) if name and plan.placed])
     with connect_to_ray(address):
         if APP_NAME not in serve.status().applications:
@@ -235,16 +234,6 @@ def find_error(message: str) -> OutriderError | None:
 
 
 @dataclass(frozen=True, slots=True)
-class HostRow:
-    """A host. `release` is its Outrider version."""
-
-    name: str
-    state: str
-    offers: str
-    release: str
-
-
-@dataclass(frozen=True, slots=True)
 class EngineRow:
     """An engine. `running` and `waiting` are requests; `tokens` were generated since its start."""
 
@@ -273,7 +262,7 @@ class PartRow:
 class Overview:
     """The fleet. `state` is Ray Serve's; empty if nothing runs."""
 
-    hosts: tuple[HostRow, ...]
+    hosts: tuple[RayNode, ...]
     state: str = ""
     engines: tuple[EngineRow, ...] = ()
     parts: tuple[PartRow, ...] = ()
@@ -282,7 +271,7 @@ class Overview:
 
 def get_overview(address: str) -> Overview:
     """Returns the state of the fleet with this head. Raises OutriderError if the head does not answer."""
-    hosts = tuple(sorted(map(_host_row, FleetHead(address).nodes()), key=lambda row: row.name))
+    hosts = tuple(sorted(FleetHead(address).nodes(), key=lambda node: node.name))
     with connect_to_ray(address):
         found = serve.status().applications.get(APP_NAME)
         if found is None:
@@ -295,12 +284,6 @@ def get_overview(address: str) -> Overview:
             why = find_error(part.message) or first_line(WorkerError(part.message)) if part.message else ""
             parts.append(PartRow(name, str(part.status.value).lower(), running, wanted, str(why)))
         return Overview(hosts, str(found.status.value), engines, tuple(parts), tuple(ingress_urls()))
-
-
-def _host_row(node: RayNode) -> HostRow:
-    metal, ane, cuda, cpu, memory = (node.resources.get(name, 0) for name in RAY_NAMES.values())
-    offers = Resources(metal, ane, cuda, cpu, int(memory))
-    return HostRow(node.name, "alive" if node.alive else "gone", str(offers), node.labels.get(VERSION_LABEL, ""))
 
 
 def _engine_row(kind: str, place: EngineAddress, stats: Stats) -> EngineRow:

@@ -79,9 +79,14 @@ class Resources:
         return {RAY_NAMES[name]: many for name, many in asdict(self).items() if many}
 
     def __str__(self) -> str:
-        some = [(name, many) for name, many in asdict(self).items() if many]
-        amounts = {name: f"{many / 2**30:.1f} GiB" if name == "memory" else f"{many:g}" for name, many in some}
-        return ", ".join(f"{name} {many}" for name, many in amounts.items()) or "nothing"
+        return format_resources(asdict(self))
+
+
+def format_resources(amounts: Mapping[str, float]) -> str:
+    """Formats resources by our names."""
+    some = [(name, many) for name, many in amounts.items() if many]
+    words = (f"{name} {many / 2**30:.1f} GiB" if name == "memory" else f"{name} {many:g}" for name, many in some)
+    return ", ".join(words) or "nothing"
 
 
 def host_resources() -> Resources:

@@ -18,7 +18,7 @@ from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RpcError
 
 from outrider import __version__
-from outrider.fleet.host import VERSION_LABEL
+from outrider.fleet.host import RAY_NAMES, VERSION_LABEL
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.protocol.errors import EndpointError, KeyFault, ModelError, VersionMismatch
 
@@ -33,12 +33,12 @@ MODELS_KEY = b"models"
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A host in Ray's cluster."""
+    """A host in Ray's cluster. `offers`: its resources by our names. `release`: its Outrider version, "" if unknown."""
 
     name: str
     alive: bool
-    resources: Mapping[str, float]
-    labels: Mapping[str, str]
+    offers: Mapping[str, float]
+    release: str
 
 
 class FleetHead:
@@ -64,9 +64,7 @@ class FleetHead:
     def check_versions(self) -> None:
         """Raises VersionMismatch if this host's versions differ from the head's, as far as these are known."""
         metadata = get_cluster_metadata(self._gcs) or {}
-        outrider = next(
-            (node.labels[VERSION_LABEL] for node in self.nodes() if node.alive and VERSION_LABEL in node.labels), ""
-        )
+        outrider = next((node.release for node in self.nodes() if node.alive and node.release), "")
         for name, there, here in (
             ("Ray", metadata.get("ray_version"), ray.__version__),
             ("Python", metadata.get("python_version"), platform.python_version()),
@@ -79,11 +77,12 @@ class FleetHead:
 
     def nodes(self) -> list[RayNode]:
         """Returns all current and former hosts."""
-        found = self._gcs.get_all_node_info().values()
-        return [
-            RayNode(one.node_name, one.state == ALIVE_STATE, dict(one.resources_total), dict(one.labels))
-            for one in found
-        ]
+        nodes = []
+        for one in self._gcs.get_all_node_info().values():
+            offers = {ours: one.resources_total.get(name, 0) for ours, name in RAY_NAMES.items()}
+            release = dict(one.labels).get(VERSION_LABEL, "")
+            nodes.append(RayNode(one.node_name, one.state == ALIVE_STATE, offers, release))
+        return nodes
 
     def models(self) -> list[str]:
         """Returns the models whose files hosts need; empty if no fleet runs, or it runs the tiny pair."""

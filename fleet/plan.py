@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ MAX_TRIES = 100
 DAY_SECONDS = 86_400.0
 
 Offers = Mapping[str, float]
-"""A host's resources by Ray's names."""
+"""A host's resources by our names."""
 
 REMEDY = "run `outrider fleet join` on a host that does, or lower the needs"
 TOP_KEYS = ("model", "draft_model", "engine", "placed", "attached", "ingress", "scale")
@@ -183,8 +183,8 @@ def check_fits(placed: Placed, hosts: Sequence[Offers]) -> None:
 
 def _matching_hosts(needs: Resources, hosts: Sequence[Offers]) -> list[int]:
     """Returns the hosts that offer `needs`."""
-    required = needs.as_ray()
-    return [n for n, offers in enumerate(hosts) if all(offers.get(name, 0) >= many for name, many in required.items())]
+    required = asdict(needs)
+    return [n for n, offers in enumerate(hosts) if all(offers[name] >= many for name, many in required.items())]
 
 
 def read_plan(path: Path) -> FleetPlan:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from outrider.fleet.commands import add_folder_flag, fleet_host, require_head
+from outrider.fleet.host import format_resources
 from outrider.orchestrator.cli.terminal import say
 
 
@@ -27,11 +28,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(found)))
         return 0
-    print(
-        format_table(
-            ("HOST", "STATE", "OUTRIDER", "OFFERS"), [(h.name, h.state, h.release, h.offers) for h in found.hosts]
-        )
-    )
+    hosts = [(h.name, "alive" if h.alive else "gone", h.release, format_resources(h.offers)) for h in found.hosts]
+    print(format_table(("HOST", "STATE", "OUTRIDER", "OFFERS"), hosts))
     if not found.state:
         say("No fleet runs on these hosts; `outrider fleet run fleet.yaml` starts one.")
         return 0

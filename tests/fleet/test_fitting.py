@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from outrider.fleet.host import Resources
 from outrider.fleet.plan import DrafterPlan, Placed, check_fits
 from outrider.protocol.errors import InvalidRequest
 
-MAC, LINUX = {"metal": 1.0, "ane": 1.0, "CPU": 8.0}, {"CPU": 64.0, "memory": 2.0**36}
+MAC, LINUX = asdict(Resources(metal=1, ane=1, cpu=8)), asdict(Resources(cpu=64, memory=2**36))
 METAL, ANE = Resources(metal=1), Resources(ane=1)
 
 
