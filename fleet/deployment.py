@@ -1,7 +1,7 @@
 """A plan as a Ray Serve application: deploys it, reports its state and shuts it down.
 
-`serve run outrider.fleet:app plan=fleet.yaml` deploys `app` directly. The commands run in a process of their own, which
-the deployment outlives.
+`serve run outrider.fleet.deployment:app plan=fleet.yaml` deploys `app` directly. The commands run in a process of their
+own, which the deployment outlives.
 """
 
 from __future__ import annotations

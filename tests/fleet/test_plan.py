@@ -169,15 +169,6 @@ def test_missing_plan_file_is_refused(tmp_path):
 
 
 @pytest.mark.fleet
-def test_serve_run_finds_the_application() -> None:
-    """`serve run outrider.fleet:app`: `app` is a function, and no module of the name is in its way."""
-    import outrider.fleet
-    from outrider.fleet.deployment import app
-
-    assert outrider.fleet.app is app
-
-
-@pytest.mark.fleet
 def test_a_drafter_on_another_host_gets_every_setting_that_concerns_it() -> None:
     from outrider.fleet.engine import DRAFTER_SETTINGS
 

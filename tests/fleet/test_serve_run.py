@@ -1,4 +1,4 @@
-"""Deployment with one's own Ray: `serve run outrider.fleet:app plan=fleet.yaml`, until Ctrl-C."""
+"""Deployment with one's own Ray: `serve run outrider.fleet.deployment:app plan=fleet.yaml`, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.fleet.running_fleet import BODY, KEY, PATIENCE, Fleet, until
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
 NAME = "by-serve"
 AS_IF_TYPED = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-SERVE = (sys.executable, "-c", AS_IF_TYPED + "from ray.serve.scripts import cli; cli()", "run", "outrider.fleet:app")
+APP = "outrider.fleet.deployment:app"
+SERVE = (sys.executable, "-c", AS_IF_TYPED + "from ray.serve.scripts import cli; cli()", "run", APP)
 
 
 def test_serve_run_answers_over_http_and_stops_on_interrupt(hosts: Any, expected_text: str, tmp_path: Path) -> None:
