@@ -236,8 +236,7 @@ class CoreMLKVRows(KVRows):
 
     def _keep_columns(self, kept: list[_Column]) -> None:
         """Keeps only these columns, in this order, and frees the slots of the others."""
-        kept_ids = set(map(id, kept))
-        self._free[[column.slot for column in self._columns if id(column) not in kept_ids and column.slot >= 0]] = True
+        self._free[[column.slot for column in {*self._columns}.difference(kept) if column.slot >= 0]] = True
         self._columns = kept
 
     def _forward(self, first: int, seen: Bools, function: PackageFunction) -> CallOutput:
@@ -279,8 +278,8 @@ class CoreMLKVRows(KVRows):
         needed."""
         self._free[:] = True
         columns, step = self._columns[:count], self._layout.prefill.rows
-        numbers = {id(column): number for number, column in enumerate(columns)}
-        seen = ancestor_mask([numbers.get(id(column.parent), ROOT) for column in columns])
+        numbers: dict[_Column | None, int] = {column: number for number, column in enumerate(columns)}
+        seen = ancestor_mask([numbers.get(column.parent, ROOT) for column in columns])
         for first in range(0, count, step):
             end = min(first + step, count)
             self._forward(first, seen[first:end, :end], self._layout.prefill)

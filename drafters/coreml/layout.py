@@ -193,10 +193,6 @@ class PackageFunction:
     logits: bool
 
 
-TREE_FUNCTIONS = tuple(PackageFunction(f"q{rows}", rows, True) for rows in (1, 8, 16, 32))
-PREFILL_FUNCTION = PackageFunction(f"prefill{PREFILL_ROWS}", PREFILL_ROWS, False)
-
-
 def trial_text(vocab_size: int) -> list[int]:
     """Returns the random tokens that a trial reads."""
     length = TRIAL_PROMPT_TOKENS + TRIAL_ROWS + TRIAL_STEPS
@@ -211,9 +207,11 @@ class PackageLayout:
     without logits.
     """
 
-    functions: ClassVar[tuple[PackageFunction, ...]] = (*TREE_FUNCTIONS, PREFILL_FUNCTION)
-    largest: ClassVar[PackageFunction] = TREE_FUNCTIONS[-1]
-    prefill: ClassVar[PackageFunction] = PREFILL_FUNCTION
+    functions: ClassVar[tuple[PackageFunction, ...]] = (
+        *(PackageFunction(f"q{rows}", rows, True) for rows in (1, 8, 16, 32)),
+        PackageFunction(f"prefill{PREFILL_ROWS}", PREFILL_ROWS, False),
+    )
+    largest, prefill = functions[-2:]
 
     architecture: DecoderArchitecture
     mode: Mode

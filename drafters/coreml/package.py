@@ -23,7 +23,7 @@ from outrider.drafters.coreml.layout import Options, PackageLayout
 from outrider.protocol.digest import file_hash, model_digest
 from outrider.protocol.errors import ModelError
 
-MANIFEST_FORMAT = 3
+MANIFEST_FORMAT = 4
 MANIFEST_FILE = "manifest.json"
 MLPACKAGE = "model.mlpackage"
 EMBEDDING_FILE = "embedding.npy"
@@ -31,13 +31,7 @@ ROPE_FILE = "rope.npy"
 EXPECTED_FILE = "expected.npy"
 MODEL_PATH = Path(MLPACKAGE, "Data", "com.apple.CoreML", "model.mlmodel")
 WEIGHTS_PATH = MODEL_PATH.parent / "weights" / "weight.bin"
-_HASHED_FILES = {
-    f"{MLPACKAGE}/model": MODEL_PATH,
-    f"{MLPACKAGE}/weights": WEIGHTS_PATH,
-    EMBEDDING_FILE: Path(EMBEDDING_FILE),
-    ROPE_FILE: Path(ROPE_FILE),
-    EXPECTED_FILE: Path(EXPECTED_FILE),
-}
+_HASHED_FILES = tuple(map(str, (MODEL_PATH, WEIGHTS_PATH, EMBEDDING_FILE, ROPE_FILE, EXPECTED_FILE)))
 
 
 def import_coremltools(part: str = "") -> Any:
@@ -73,7 +67,7 @@ class Manifest:
     @property
     def key(self) -> str:
         """Identifies the package's content: the same for the same weights, layout and converter."""
-        return self.files["model.mlpackage/weights"][:16] + self.files["model.mlpackage/model"][:16]
+        return self.files[str(WEIGHTS_PATH)][:16] + self.files[str(MODEL_PATH)][:16]
 
     def write(self, directory: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
@@ -138,7 +132,7 @@ class Package:
 
 def file_hashes(directory: Path) -> dict[str, str]:
     """Returns the manifest's `files` for the package in `directory`."""
-    return {name: file_hash(directory / path) for name, path in _HASHED_FILES.items()}
+    return {path: file_hash(directory / path) for path in _HASHED_FILES}
 
 
 def open_package(directory: Path, source: Path | None = None) -> Package:
@@ -151,10 +145,10 @@ def open_package(directory: Path, source: Path | None = None) -> Package:
         ModelError: there is no package, a file is not the manifest's, or the weights are not those of `source`.
     """
     manifest = Manifest.read(directory)
-    for name, path in _HASHED_FILES.items():
+    for path in _HASHED_FILES:
         if not (directory / path).is_file():
             raise ModelError(f"{directory} lacks {path}; convert the model again")
-        if file_hash(directory / path) != manifest.files.get(name):
+        if file_hash(directory / path) != manifest.files.get(path):
             raise ModelError(f"{directory / path} is not the file its manifest names; convert the model again")
     _check_functions(directory, manifest.layout)
     if source is not None and (actual := model_digest(source)) != manifest.source_hash:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from outrider.drafters.coreml.package import WEIGHTS_PATH
 from tests.coreml.conftest import Bench
 from tests.harness import mil_program
 from tests.harness.mil_program import Constant, SavedFunction, SavedModel
@@ -105,7 +106,7 @@ def test_a_wide_vocabulary_is_cut_into_chunks(bench: Callable[..., Bench]) -> No
 
 def test_two_conversions_give_the_same_weights(bench: Callable[..., Bench]) -> None:
     one, other = bench("llama"), bench("llama", context=65)
-    name = "model.mlpackage/weights"
+    name = str(WEIGHTS_PATH)
     assert one.package.manifest.files[name] == other.package.manifest.files[name]
     assert one.package.manifest.source_hash == other.package.manifest.source_hash
     assert one.package.manifest.key != other.package.manifest.key

@@ -301,7 +301,7 @@ def test_package_with_other_functions_is_refused(copied: Path, monkeypatch: pyte
 def test_invalid_or_missing_manifest_is_refused(copied: Path, tmp_path: Path) -> None:
     file = copied / "manifest.json"
     file.write_text('{"format": 99}')
-    assert "has format 99; this version reads 3" in opening(copied)
+    assert "has format 99; this version reads 4" in opening(copied)
     file.write_text("[]")
     assert "has format None" in opening(copied)
     file.write_text("{")

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.drafters.coreml import selection, trial
 from outrider.drafters.coreml.layout import Mode, Options
-from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.package import MODEL_PATH, Package
 from outrider.drafters.coreml.selection import PACKAGE_VARIANTS, OnePackage, Packages, Selection
 from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
 from outrider.protocol.errors import ModelError
@@ -40,7 +40,7 @@ class PackagesOnDemand:
         self.there.add(str(variant))
         package = self.bench("llama").package
         layout = dataclasses.replace(package.layout, mode=variant.mode, weights=variant.weights)
-        files = package.manifest.files | {"model.mlpackage/model": f"{variant} of {package.manifest.key}"}
+        files = package.manifest.files | {str(MODEL_PATH): f"{variant} of {package.manifest.key}"}
         return dataclasses.replace(package, manifest=dataclasses.replace(package.manifest, layout=layout, files=files))
 
     def discard(self, variant: Options) -> None:
