@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -265,13 +265,16 @@ def convert(
         mlx_out: a directory for an mlx-lm checkpoint with the same numbers, or None.
 
     Raises:
-        InvalidRequest: `destination` or `mlx_out` exists already.
+        InvalidRequest: `destination` or `mlx_out` exists already, or one contains the other.
         ModelError: the model is refused, or the disk can't hold the package; no files are left behind.
     """
     progress = progress or (lambda stage, done, total: None)
     for path in (destination, mlx_out):
         if path is not None and path.exists():
             raise InvalidRequest(f"{path} already exists; remove it, or choose another folder")
+    folders = [path.resolve() for path in (destination, mlx_out) if path is not None]
+    if any(one.is_relative_to(other) for one, other in permutations(folders, 2)):
+        raise InvalidRequest(f"{destination} and {mlx_out} overlap; expected two separate folders")
     progress("reading", 0, 1)
     checkpoint = Checkpoint(model, options.weights)
     sizes = checkpoint.architecture
