@@ -144,7 +144,7 @@ def _measure_arms(options: argparse.Namespace, pair: ChosenPair, screen: Screen)
     """Returns the measured arms, and the share of time that the target waited for a CPU: 0 if the cores can't suffice.
 
     Raises:
-        WorkerError: nothing was drafted.
+        WorkerError: nothing was drafted, or the target was restarted.
     """
     settings = pair.settings
     heads = unique_names(kind for kind, _ in in_process_drafters(settings))
@@ -156,6 +156,8 @@ def _measure_arms(options: argparse.Namespace, pair: ChosenPair, screen: Screen)
         arms = list_arms(settings.has_draft_worker, heads)
         texts = list(map(load_codec(pair.target).encode, PROMPTS))
         found = measure_arms(cluster.client(), arms, texts, sampling, lambda step: screen.show(f"tune: {step}"))
+        if target_stats(cluster.client()).pid != target:
+            raise WorkerError("nothing was saved, because the target was restarted meanwhile; run it again")
         ran, waited = (now - before for now, before in zip(_cpu_times(target), (ran, waited), strict=True))
     if len(found.best_arms()) == 1:
         raise WorkerError(f"nothing was drafted: {'; '.join(cluster.notes) or 'all chains were empty'}")

@@ -281,6 +281,23 @@ def test_tune_says_why_nothing_was_drafted(
     assert f"nothing was drafted: {why}" in capsys.readouterr().err
 
 
+def test_tune_saves_nothing_if_the_target_was_restarted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = SimpleNamespace(role="target", pid=os.getpid())
+    client = SimpleNamespace(stats=lambda: SimpleNamespace(workers=[target]))
+    cluster = SimpleNamespace(notes=(), client=lambda: client)
+    monkeypatch.setattr(tune, "LocalCluster", lambda **_: nullcontext(cluster))
+
+    def restarted(*_: object) -> ArmCosts:
+        target.pid = 2**22 + 1  # higher than every process id
+        return measured(Machine())
+
+    monkeypatch.setattr(tune, "measure_arms", restarted)
+    assert main(["tune"]) == WorkerError.exit_code
+    assert "the target was restarted meanwhile; run it again" in capsys.readouterr().err
+
+
 def test_a_head_is_measured_though_the_draft_worker_drafts_nothing() -> None:
     found = measured(Machine(right={"eagle3": 2}), list_arms(True, ("eagle3",)))
     assert [(best.arm.mode, best.arm.drafter) for best in found.best_arms()] == [("sd", "eagle3"), ("ar", "")]
