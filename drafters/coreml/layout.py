@@ -101,11 +101,6 @@ def read_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
 
 
 def _refuse_variants(family: str, config: Mapping[str, Any]) -> None:
-    if config.get("rope_traditional"):
-        raise ModelError(
-            f"this {family} model has rope_traditional, which rotates neighbouring pairs; the coreml graph rotates"
-            " halves (use --draft-backend mlx for this one)"
-        )
     if "draft_vocab_size" in config:
         raise ModelError(
             f"this {family} model has fewer output tokens than input tokens (draft_vocab_size), which the coreml graph"

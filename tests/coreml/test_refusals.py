@@ -51,7 +51,7 @@ def refused(model: Path, tmp_path: Path, options: Options = SHORT) -> str:
         ("mistral", {}, "can't convert a 'mistral' model"),
         ("gemma3_text", {}, "can't convert a 'gemma3_text' model"),
         ("qwen3_moe", {}, "can't convert a 'qwen3_moe' model"),
-        ("llama", {"rope_traditional": True}, "rope_traditional, which rotates neighbouring pairs"),
+        ("llama", {"rope_traditional": True}, "does not rotate the two halves of a head (a traditional"),
         ("llama", {"draft_vocab_size": 100}, "has fewer output tokens than input tokens (draft_vocab_size)"),
         ("llama", {"head_dim": 48}, "head size is 48; the Neural Engine needs a multiple of 32"),
         ("qwen2", {"hidden_size": 64}, "head size is 16; the Neural Engine"),
