@@ -284,13 +284,8 @@ def _compute_logits(host: PackageHost) -> NDArray[np.float32]:
 
 def _time_functions(host: PackageHost, predictions: int) -> dict[str, float]:
     """Returns the median milliseconds of a call, over `predictions` calls of one row, a tenth of that of more rows."""
-    single = host.layout.functions[0]
-    return {
-        function.name: round(
-            _time_function(host, function, predictions if function is single else predictions // 10 + 1), 4
-        )
-        for function in host.layout.functions
-    }
+    counts = {f: predictions if f.rows == 1 else predictions // 10 + 1 for f in host.layout.functions}
+    return {function.name: round(_time_function(host, function, count), 4) for function, count in counts.items()}
 
 
 def _time_function(host: PackageHost, function: PackageFunction, count: int) -> float:
