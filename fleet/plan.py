@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,13 @@ import yaml
 from outrider.fleet.host import Resources
 from outrider.orchestrator.cli.flags import read_api_keys, read_text_file
 from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.pairing.model_files import TINY
+from outrider.orchestrator.pairing.pulled import PULLED_MODELS
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import values
 from outrider.protocol.endpoints import parse_reachable
 from outrider.protocol.errors import EndpointError, InvalidRequest
+from outrider.protocol.heads import TARGET_HEADS
 
 DRAFTER_PLACES = ("same-host", "other-host", "none")
 MAX_ENGINES = 10_000
@@ -40,6 +43,11 @@ REMEDY = "run `outrider fleet join` on a host that does, or lower the needs"
 TOP_KEYS = ("model", "draft_model", "engine", "placed", "attached", "ingress", "scale")
 RESERVED_SETTINGS = ("model", "draft_model", "endpoint", "workers_endpoint", "advertise", "await_target", "keyed")
 """Server settings that the fleet sets itself, or that have another place in the file."""
+
+PATHS = ("model", "draft_model", "head", "draft_prefill", "ngram_table", "keys", "trace")
+"""Server settings that may be paths."""
+NAMES = (TINY, *PULLED_MODELS, *TARGET_HEADS, "auto", "mlx", "coreml")
+"""Their values that are names, even if there is a folder of that name."""
 
 ENGINE_KEYS = tuple(field.name for field in fields(ServeSettings) if field.name not in RESERVED_SETTINGS)
 INGRESS_KEYS = ("count", "sessions", "tries", "api_key_file", "host", "port", "api_keys", "cors_origins", "model_names",
@@ -212,7 +220,22 @@ def parse_plan(found: object) -> FleetPlan:
         raise InvalidRequest("scale replaces placed.replicas, but both are given; expected one of them")
     scale = _read_section("scale", Scale, given["scale"]) if "scale" in given else None
     attached = _check_strings("attached", given["attached"]) if given.get("attached") is not None else ()
-    return FleetPlan(_engine_settings(given, placed), placed, attached, _ingress_plan(given.get("ingress")), scale)
+    engine = make_paths_absolute(_engine_settings(given, placed))
+    return FleetPlan(engine, placed, attached, _ingress_plan(given.get("ingress")), scale)
+
+
+def make_paths_absolute(settings: ServeSettings) -> ServeSettings:
+    """Makes the paths of an engine absolute, because it runs in another directory; other names stay as they are."""
+    return replace(settings, **{name: _make_absolute(getattr(settings, name)) for name in PATHS})
+
+
+def _make_absolute(given: Any) -> Any:
+    if isinstance(given, tuple):
+        return tuple(map(_make_absolute, given))
+    if not given or given in NAMES:
+        return given
+    path = Path(given).expanduser()
+    return str(path.absolute()) if isinstance(given, Path) or path.exists() else given
 
 
 def _engine_settings(given: Mapping[str, Any], placed: Placed | None) -> ServeSettings:

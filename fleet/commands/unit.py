@@ -11,10 +11,9 @@ import getpass
 import plistlib
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from outrider.fleet.plan import make_paths_absolute
 from outrider.orchestrator import settings
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import say
@@ -26,9 +25,6 @@ SERVICE_NAME = "dev.outrider.engine"
 RESTART_DELAY_SECONDS = 5
 STOP_TIMEOUT_SECONDS = 40
 """Longer than `outrider serve` takes to drain."""
-
-PATHS = ("model", "draft_model", "head", "draft_prefill", "ngram_table", "keys", "trace")
-"""Settings that may be paths."""
 
 SERVICE_MANAGERS = ("launchd", "systemd")
 DEFAULT_MANAGER = SERVICE_MANAGERS[0] if sys.platform == "darwin" else SERVICE_MANAGERS[1]
@@ -104,8 +100,7 @@ def run(options: argparse.Namespace) -> int:
     if not isinstance(where, Tcp):
         raise InvalidRequest(f"{options.endpoint} is reachable only from this host; expected tcp://HOST:PORT")
     chosen = settings.ServeSettings(**{**flags.settings_of(options), "endpoint": str(where)})
-    chosen = replace(chosen, **{name: _make_absolute(getattr(chosen, name)) for name in PATHS})
-    command = python("-m", "outrider", "serve", "--no-http", *settings.to_flags(chosen))
+    command = python("-m", "outrider", "serve", "--no-http", *settings.to_flags(make_paths_absolute(chosen)))
     try:
         unit = (command, options.user or getpass.getuser(), str(options.home or Path.home()))
     except (KeyError, OSError, RuntimeError):  # what `getpass` raises depends on Python's version
@@ -121,11 +116,3 @@ def run(options: argparse.Namespace) -> int:
         say("Clients need keys: here run `outrider keys make` and `outrider keys allow KEY head` with the head's key;")
         say(f"on the head run `outrider keys trust {where.host}:{where.port} KEY` with this host's key.")
     return 0
-
-
-def _make_absolute(given: Any) -> Any:
-    """Makes paths absolute, because the service runs in the home directory; other names stay as they are."""
-    if isinstance(given, tuple):
-        return tuple(map(_make_absolute, given))
-    path = Path(given or "").expanduser()
-    return str(path.absolute()) if given and (isinstance(given, Path) or path.exists()) else given

@@ -148,11 +148,14 @@ def test_unit_prints_a_service_file_and_the_next_step(run: Run, tmp_path: Path) 
 
 def test_paths_in_a_unit_are_absolute(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "heads").mkdir()
-    flags = ("--head", "heads", "--head", "mtp", "--keys", "keys", "--trace", "t.json")
+    for folder in ("heads", "smollm2", "mtp", "mlx"):
+        (tmp_path / folder).mkdir()
+    flags = ["--model=smollm2", "--draft-prefill=mlx", "--head=heads", "--head=mtp", "--keys=keys", "--trace=t.json"]
     _, out, _ = run("unit", "tcp://10.0.0.1:7777", "--for", "systemd", *flags)
-    for word in (f"--head={tmp_path}/heads", "--head=mtp", f"--keys={tmp_path}/keys", f"--trace={tmp_path}/t.json"):
+    for word in ("--model=smollm2 ", "--draft-prefill=mlx ", "--head=mtp "):
         assert word in out
+    for flag, path in (("head", "heads"), ("keys", "keys"), ("trace", "t.json")):
+        assert f"--{flag}={tmp_path}/{path}" in out
 
 
 def test_unit_of_a_user_without_an_account_asks_for_user_and_home(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

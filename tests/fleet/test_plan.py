@@ -68,6 +68,14 @@ def test_api_keys_come_from_the_plan_the_key_file_and_the_environment(file, tmp_
     assert parse_plan({**ONE, "ingress": ingress}).ingress.api_keys == ("one", "two", "three", "four")
 
 
+def test_relative_paths_are_those_of_the_command_that_reads_the_plan(tmp_path, monkeypatch):
+    """Ray's processes run in the directory in which the head was started."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    engine = parse_plan({**ONE, "model": "model", "draft_model": "org/name", "engine": {"keys": "keys"}}).engine
+    assert (engine.model, engine.draft_model, engine.keys) == (f"{tmp_path}/model", "org/name", tmp_path / "keys")
+
+
 def test_plan_round_trips_through_pickle():
     plan = parse_plan({"placed": {"needs": {"cuda": 1, "memory": "2GiB"}}})
     assert pickle.loads(pickle.dumps(plan)) == plan
