@@ -126,7 +126,7 @@ def has_content(path: Path) -> bool:
     return os.path.isfile(path) and os.path.getsize(path) > 0
 
 
-def make_cached(folder: Path, make: Callable[[Path], None], holds: str) -> None:
+def make_cached(folder: Path, make: Callable[[Path], object], holds: str) -> None:
     """Lets `make` fill the folder if the file `holds` is missing in it. Raises OSError, or what `make` raises."""
     if use_cached(folder, holds):
         return

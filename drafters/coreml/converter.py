@@ -275,17 +275,10 @@ def convert(
     folders = [path.resolve() for path in (destination, mlx_out) if path is not None]
     if any(one.is_relative_to(other) for one, other in permutations(folders, 2)):
         raise InvalidRequest(f"{destination} and {mlx_out} overlap; expected two separate folders")
-    progress("reading", 0, 1)
-    checkpoint = Checkpoint(model, options.weights)
-    sizes = checkpoint.architecture
-    if options.context > sizes.max_positions:
-        raise InvalidRequest(f"context is {options.context}; this model has {sizes.max_positions} positions")
-    layout = PackageLayout(sizes, options.mode, options.weights, options.context)
     partial_package = destination.parent / f".{destination.name}.{os.getpid()}.partial"
     try:
         partial_package.mkdir(parents=True)
-        _check_space(partial_package, layout, copies=2 if mlx_out else 1)
-        manifest, weights = _write_package(checkpoint, layout, partial_package, progress)
+        manifest, weights = write_package(model, partial_package, options, progress, copies=2 if mlx_out else 1)
         if mlx_out is not None:
             write_mlx_copy(weights, model, partial_package / "mlx")
             mlx_out.parent.mkdir(parents=True, exist_ok=True)
@@ -294,11 +287,15 @@ def convert(
     except OSError as error:
         if mlx_out is not None:  # on another disk it may be incomplete
             shutil.rmtree(mlx_out, ignore_errors=True)
-        reason = error.strerror or str(error)
-        raise ModelError(f"{destination} can't be written ({reason}); free some space and try again") from error
+        raise write_error(destination, error) from error
     finally:
         shutil.rmtree(partial_package, ignore_errors=True)
     return manifest
+
+
+def write_error(path: Path, error: OSError) -> ModelError:
+    """Returns the error for a package that can't be written to `path`."""
+    return ModelError(f"{path} can't be written ({error.strerror or error}); free some space and try again")
 
 
 def _check_space(directory: Path, layout: PackageLayout, copies: int) -> None:
@@ -313,9 +310,23 @@ def _check_space(directory: Path, layout: PackageLayout, copies: int) -> None:
         raise OSError(errno.ENOSPC, f"{free >> 20} MiB free, but about {needed >> 20} MiB are needed")
 
 
-def _write_package(
-    checkpoint: Checkpoint, layout: PackageLayout, directory: Path, progress: Progress
+def write_package(
+    model: Path, directory: Path, options: Options, progress: Progress, copies: int = 1
 ) -> tuple[Manifest, Weights]:
+    """Writes the package of the checkpoint `model` into `directory`, which is empty. `copies` of the weights must fit.
+
+    Raises:
+        InvalidRequest: the context is longer than the model's.
+        ModelError: the model is refused.
+        OSError: the disk can't hold the package, or is not writable.
+    """
+    progress("reading", 0, 1)
+    checkpoint = Checkpoint(model, options.weights)
+    sizes = checkpoint.architecture
+    if options.context > sizes.max_positions:
+        raise InvalidRequest(f"context is {options.context}; this model has {sizes.max_positions} positions")
+    layout = PackageLayout(sizes, options.mode, options.weights, options.context)
+    _check_space(directory, layout, copies)
     rope = checkpoint.rope(layout.context)
     weights = checkpoint.read(partial(progress, "reading weights"))
     np.save(directory / package.EMBEDDING_FILE, weights.embedding)

@@ -18,10 +18,11 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from outrider.drafters.coreml import layout, package, runtimes, trial
-from outrider.drafters.coreml.converter import convert
+from outrider.drafters.coreml.converter import write_error, write_package
 from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
 from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Mode, Options
 from outrider.drafters.coreml.package import Package, open_package
@@ -29,7 +30,7 @@ from outrider.drafters.coreml.runtimes import open_runtime
 from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
 from outrider.drafters.drafter import Drafter
 from outrider.engine.loading import find_model_folder, read_config
-from outrider.protocol.digest import cache_folder, model_digest
+from outrider.protocol.digest import cache_folder, make_cached, model_digest, use_cached
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 log = logging.getLogger(__name__)
@@ -62,17 +63,17 @@ class Packages:
         """Returns the package, converted now if it is missing or damaged. Raises ModelError if that fails."""
         package.import_coremltools()  # without it no package can be opened
         directory = self._directory(variant)
-        if directory.exists():
+        if use_cached(directory, package.MANIFEST_FILE):
             try:
                 return open_package(directory, source=self.checkpoint)
             except ModelError as error:  # the system may delete files of a cache
                 log.warning("%s (converting it again now)", error)
                 self.discard(variant)
+        convert = partial(write_package, self.checkpoint, options=variant, progress=self._on_progress)
         try:
-            convert(self.checkpoint, directory, variant, self._on_progress)
-        except ModelError:
-            if not directory.exists():  # otherwise another process has converted it meanwhile
-                raise
+            make_cached(directory, convert, package.MANIFEST_FILE)
+        except OSError as error:
+            raise write_error(directory, error) from error
         return open_package(directory, source=self.checkpoint)
 
     def discard(self, variant: Options) -> None:
@@ -85,7 +86,7 @@ class Packages:
 
     def _directory(self, variant: Options) -> Path:
         key = f"{self.source_hash}-{variant.mode.value}-{variant.weights}-{variant.context}"
-        return cache_folder() / "coreml" / f"{key}-f{package.MANIFEST_FORMAT}"
+        return cache_folder() / "coreml" / "packages" / f"{key}.{package.MANIFEST_FORMAT}"
 
 
 class OnePackage:

@@ -331,6 +331,11 @@ def test_a_model_is_converted_once_and_found_again_until_it_is_damaged(
     stages.clear()
     assert packages.get(fp16).path == first.path and stages == []
     assert len({packages._directory(form) for form in packages.variants}) == len(packages.variants)
-    assert list((tmp_path / "coreml").iterdir()) == [first.path]
+    folder = first.path.parent
+    assert [path for path in folder.iterdir() if path.is_dir()] == [first.path]
     (first.path / WEIGHTS_PATH).unlink()  # as macOS may do in a cache
+    killed, older = folder / f".{first.path.stem}.unfinished", first.path.with_suffix(".3")
+    for left in (killed, older):
+        left.mkdir()
     assert (packages.get(fp16).path / WEIGHTS_PATH).is_file()
+    assert [path for path in folder.iterdir() if path.is_dir()] == [first.path]
