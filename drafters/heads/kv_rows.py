@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 from weakref import finalize
 
@@ -127,57 +128,46 @@ class PairKVRows(FeatureKVRows):
 
     @staticmethod
     def forward(texts: Sequence[PairKVRows], new: Sequence[NewRows]) -> mx.array:
-        """Implements `KVRows.forward`. All texts share forwards: one for each consecutive token without a feature.
+        """Implements `KVRows.forward`. All texts share forwards: one for each consecutive token without a feature."""
+        runs = [text._runs(rows) for text, rows in zip(texts, new, strict=True)]
+        found: list[list[Row]] = [[] for _ in texts]
+        for number in range(max(map(len, runs))):
+            batch, fed = PairBatch(), [(n, own[number]) for n, own in enumerate(runs) if number < len(own)]
+            for n, run in fed:
+                texts[n]._add(batch, new[n], run)
+            next_features, logits = batch.feed(texts[0].kv_cache)
+            for index, (n, row) in enumerate((n, row) for n, run in fed for row in run):
+                texts[n]._stand_ins[new[n].start + row] = next_features, index
+                found[n].append((logits, index))
+        for text, rows in zip(texts, new, strict=True):
+            text._unread, text.sequence.length = [], rows.end
+        return gather([row for own in found for row in own])
 
-        Each forward writes the columns after those of the forward before; at the end columns get the tokens' order.
-        """
-        kv_cache = texts[0].kv_cache
-        depths = [text._depths(rows) for text, rows in zip(texts, new, strict=True)]
-        orders = [np.argsort(own, kind="stable").astype(np.int32) for own in depths]
-        found, fed = list[mx.array](), list[tuple[int, int]]()
-        for depth in range(1 + max(int(own.max()) for own in depths)):
-            parts = [(n, np.flatnonzero(own == depth).astype(np.int32)) for n, own in enumerate(depths)]
-            parts = [(n, rows) for n, rows in parts if len(rows)]
-            batch = PairBatch()
-            for n, rows in parts:
-                texts[n]._add(batch, new[n], orders[n], rows, texts[n]._unread if depth == 0 else [])
-            next_features, logits = batch.feed(kv_cache)
-            own = [(n, row) for n, rows in parts for row in rows.tolist()]
-            for index, (n, row) in enumerate(own):
-                texts[n]._stand_ins[row + new[n].start] = next_features, index
-            found.append(logits)
-            fed += own
-        for text, fresh, order in zip(texts, new, orders, strict=True):
-            text._unread = []
-            text.sequence.keep(fresh.start, fresh.start + np.argsort(order).astype(np.int32))
-        back = sorted(range(len(fed)), key=fed.__getitem__)
-        return found[0] if len(found) == 1 else mx.take(mx.concatenate(found), mx.array(back), axis=0)
+    def _runs(self, new: NewRows) -> list[range]:
+        """Divides the tokens into runs, one for each forward: a token without a feature needs the stand-in of the one
+        before it, from an earlier forward."""
+        starts = [0]
+        for row, (parent, place) in enumerate(zip(new.parents, new.positions[new.start :].tolist(), strict=True)):
+            known = self._missing is not None or self.origin + place - 1 in self.features
+            if not known and parent >= new.start + starts[-1]:
+                starts.append(row)
+        return [range(*run) for run in pairwise([*starts, len(new.parents)])]
 
-    def _depths(self, new: NewRows) -> Ints:
-        """Returns the number of forwards that each token waits for, until the one before it has a stand-in."""
-        depths: list[int] = []
-        for parent, place in zip(new.parents, new.positions[new.start :].tolist(), strict=True):
-            known = parent < new.start or self._missing is not None or self.origin + place - 1 in self.features
-            depths.append(0 if known else depths[parent - new.start] + 1)
-        return np.array(depths, np.int32)
-
-    def _add(self, batch: PairBatch, new: NewRows, order: Ints, rows: Ints, unread: Sequence[tuple[int, Row]]) -> None:
-        """Adds the `unread` tokens and these rows of the new ones, whose columns follow one another in this order."""
-        first = new.start + int(np.flatnonzero(order == rows[0])[0])
-        start, end = first - len(unread), first + len(rows)
-        columns = np.concatenate([np.arange(new.start), new.start + order])[:end]
-        row, seen = self.sequence.row, new.seen[rows][:, columns]
+    def _add(self, batch: PairBatch, new: NewRows, run: range) -> None:
+        """Adds a run of the new tokens; before the first one, the committed tokens that wait."""
+        unread = [] if run.start else self._unread
+        start, end = new.start + run.start - len(unread), new.start + run.stop
+        row, seen = self.sequence.row, new.seen[run.start : run.stop, :end]
         segment = Segment(row, start, end - start)
-        if len(rows) > 1 or not seen.all():
+        if len(run) > 1 or not seen.all():
             seen = np.concatenate([np.tri(len(unread), end, start, dtype=np.bool_), seen])
-            segment = NodeSegment(row, start, end - start, all_positions=new.positions[columns], visible=seen)
-        lazy, whole = isinstance(new.tokens, mx.array), len(rows) == len(order)
-        tokens: Any = new.tokens if lazy else np.array(new.tokens, np.int32)
-        if not whole:
-            tokens = mx.take(tokens, mx.array(rows)) if lazy else tokens[rows]
+            segment = NodeSegment(row, start, end - start, all_positions=new.positions[:end], visible=seen)
+        tokens: Any = new.tokens[run.start : run.stop]
         batch.segments.append(segment)
         batch.add(np.array([token for token, _ in unread], np.int32), [row for _, row in unread], with_logits=False)
-        batch.add(tokens, [self._feature(new, row) for row in rows.tolist()])
+        batch.add(
+            tokens if isinstance(tokens, mx.array) else np.array(tokens, np.int32), [self._feature(new, r) for r in run]
+        )
 
     def _feature(self, new: NewRows, row: int) -> Row:
         """Returns the feature for a new token."""
@@ -308,7 +298,7 @@ class MaskedKVRows(SlotKVRows, PairKVRows):
             for row, slot in enumerate(rows.slots if isinstance(rows, NewBlocks) else ()):
                 if slot.index or not isinstance(text._head, MaskedHead) or text._missing is None:
                     continue
-                text._add(batch, rows, np.arange(1, dtype=np.int32), np.array([row], np.int32), text._unread)
+                text._add(batch, rows, range(row, row + 1))
                 masks = slot.block.slots - 1
                 batch.add(np.full(masks, text._head.mask_token, np.int32), [text._missing] * masks)
                 batch.segments[-1] = replace(batch.segments[-1], count=batch.segments[-1].count + masks)

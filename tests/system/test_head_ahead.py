@@ -225,6 +225,26 @@ def test_missing_row_is_replaced_by_the_heads_mask_feature(target: LoadedModel) 
     assert tree.best(again) == [_alone(head, row[None]) for row in rows[-2:]]
 
 
+def test_a_token_with_its_row_sees_those_before_it_that_lack_theirs(target: LoadedModel) -> None:
+    """After a lost row, tokens fed at once have the scores of tokens fed one by one."""
+    head = random_head(target)
+    rows = np.array(head.fuse(mx.random.normal((len(PROMPT) + 2, 3 * 64), key=mx.random.key(3))))
+    found: list[list[float]] = []
+    for at_once in (True, False):
+        tree = make_for_draft_worker(head, "eagle3", target.vocab_size).open(PROMPT, sampling(0.0))
+        assert isinstance(tree, PairTree)
+        tree.add_features(0, rows[: len(PROMPT) - 1])
+        tree.add_features(len(PROMPT) + 1, rows[-1:])  # that of the second token
+        nodes, start = [tree.root], tree.next_node
+        if at_once:
+            nodes = tree.feed([tree.root, start, start + 1, start + 2], [11, 12, 13, 14])
+        else:
+            for token in (11, 12, 13, 14):
+                nodes = tree.feed(nodes, [token])
+        found.append(np.array(tree.scores(nodes[-1])).tolist())
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
 @matrix(mode=["sd", "ssd"], head=[token_head, block_token_head], share=[(0.2, 0.3), (1.0, 0.0)])
 def test_lost_and_late_feature_rows_change_no_text(
     target: LoadedModel, plain: Plain, head: Heads, mode: str, share: tuple[float, float]
