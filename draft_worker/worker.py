@@ -227,7 +227,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
     def _on_features(self, message: Features) -> None:
         running = self._running.get(message.request)
         if running is not None and message.epoch == running.epoch:
-            running.work.add_features(message.position, message.rows)
+            running.work.tree.add_features(message.position, message.rows)
 
     def _forward(self, working: Sequence[DraftRequest]) -> None:
         """Drafts requested chains, then grows all trees by one forward. Reads a piece of the first text that must be

@@ -85,7 +85,8 @@ class TokenTree(Protocol):
         rest. Logits are computed for that token only, so that a text of any length takes little memory.
 
         Returns:
-            The length of the piece, or of the part of a new text that is in the prompt cache.
+            The length of the piece, or of the part of a new text that is in the prompt cache. A tree that reads the
+            target's features reads the tokens whose features have arrived.
         """
 
     def commit(self, path: Sequence[int]) -> None:
@@ -95,12 +96,14 @@ class TokenTree(Protocol):
         """
 
     def add_features(self, position: int, rows: Halves) -> None:
-        """Adds the target's features [N, W] of tokens from `position` on, which may arrive before the tokens are
-        committed. A tree that reads no features ignores them."""
+        """Adds the target's features [N, W] of tokens from `position` on, before the tokens are read. A tree that
+        reads no features ignores them."""
 
-    def can_grow(self, ahead: int = 0) -> bool:
-        """Returns whether it has the features to grow, or would have them after reading `ahead` more tokens. Before
-        that there is no root."""
+    def can_read(self, count: int) -> bool:
+        """Returns whether a piece of the next `count` tokens can be read now."""
+
+    def can_grow(self) -> bool:
+        """Returns whether there is a root."""
 
     def close(self, discard: bool = False) -> None:
         """Frees its memory. A prompt cache may keep its rows. `discard`: it must not, after a failure."""

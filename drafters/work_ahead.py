@@ -38,7 +38,6 @@ from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.schema import Halves
 from outrider.protocol.trees import TreeFeed
 
 _MAX_TOKENS_WITH_CHAIN = 16  # committed tokens that can be fed together with the chain
@@ -55,8 +54,8 @@ class WorkAhead:
     """Prepares the likely outcomes of the chain under verification; each forward makes all branches a token deeper.
 
     Committed tokens that were not drafted wait until they are fed: a few together with the chain, many (a prompt, or
-    the text of a time without drafts) in pieces that are only read. They also wait while a tree that reads the target's
-    features can't grow yet.
+    the text of a time without drafts) in pieces that are only read. Those wait until the target's features of them have
+    arrived, if the tree reads features.
     """
 
     def __init__(
@@ -84,14 +83,23 @@ class WorkAhead:
 
     @property
     def must_read(self) -> bool:
-        """Whether `read` has to feed committed tokens before anything can grow: there are many, or there is no root."""
-        need_read = len(self._unfed) > _MAX_TOKENS_WITH_CHAIN or not self.tree.can_grow()
-        return bool(self._unfed) and need_read and self._can_grow
+        """Whether `read` has to feed committed tokens before anything can grow, and can."""
+        return self._needs_reading and self.tree.can_read(len(self._unfed))
+
+    @property
+    def _needs_reading(self) -> bool:
+        """Whether committed tokens can't be fed together with a chain: there are many, or there is no root."""
+        return len(self._unfed) > _MAX_TOKENS_WITH_CHAIN or (bool(self._unfed) and not self.tree.can_grow())
 
     @property
     def has_work(self) -> bool:
         """Whether there is something to feed, or the end of the round has not been reported."""
-        return self._can_grow and (self.growth.has_work if self.growth is not None else bool(self._unfed))
+        return self.growth.has_work if self.growth is not None else self._can_catch_up
+
+    @property
+    def _can_catch_up(self) -> bool:
+        """Whether committed tokens can be fed before more features arrive."""
+        return self.must_read or (bool(self._unfed) and not self._needs_reading)
 
     def commit(self, tokens: Sequence[int], task: BranchTask) -> None:
         """Commits `tokens`, then plans the branches after them.
@@ -104,23 +112,12 @@ class WorkAhead:
         if tokens and self.growth is not None:
             self.growth.learn(tokens)
         self.proposed, self.growth, self._task = None, None, task
-        if not self._unfed and self._can_grow:
+        if not self._unfed and self.tree.can_grow():
             path = find_committed_path(self.tree, tokens)
             self.tree.commit(path)
             tokens = tokens[len(path) :]
         self._unfed += tokens
         self._begin_growth()
-
-    def add_features(self, position: int, rows: Halves) -> None:
-        """Adds the target's features of tokens from `position` on."""
-        self.tree.add_features(position, rows)
-        if self.growth is None:
-            self._begin_growth()
-
-    @property
-    def _can_grow(self) -> bool:
-        """Whether something can grow or be read before more features arrive."""
-        return self.tree.can_grow(len(self._unfed))
 
     def read(self) -> bool:
         """Reads a piece of the committed tokens that are not fed yet; returns whether no further one must be read."""
@@ -130,9 +127,9 @@ class WorkAhead:
 
     def continuation(self, depth: int) -> Steps[Continuation]:
         """Returns the `depth` tokens after the committed text, chained on the device and evaluated once (SD)."""
-        while self._unfed and self._can_grow:
+        while self._can_catch_up:
             yield from self._catch_up()
-        depth = min(depth, self.tree.room) if self.tree.can_grow() else 0
+        depth = min(depth, self.tree.room) if self.tree.can_grow() and not self._unfed else 0
         if depth < 1:
             return Continuation()
         nodes = [self.tree.root]

@@ -237,8 +237,11 @@ class Tree:
     def add_features(self, position: int, rows: Halves) -> None:
         """Does nothing: only trees of heads read features."""
 
-    def can_grow(self, ahead: int = 0) -> bool:
-        return bool(self._nodes) or ahead > 0
+    def can_read(self, count: int) -> bool:
+        return count > 0
+
+    def can_grow(self) -> bool:
+        return bool(self._nodes)
 
     def commit(self, path: Sequence[int]) -> None:
         for node in path:

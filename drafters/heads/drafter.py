@@ -80,10 +80,8 @@ class HeadDrafter:
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:
-        """Returns a tree that reads `tokens` when their features arrive, and grows before later ones do."""
-        tree = self.tree(self.sampler(sampling, constraint), FeatureBuffer())
-        tree.read(tokens)
-        return tree
+        """Returns a tree that reads tokens when their features have arrived, and grows before later ones do."""
+        return self.tree(self.sampler(sampling, constraint), FeatureBuffer(self.context_length))
 
     def open_draft(self, sampling: SamplingParams, constraint: Constraint | None = None) -> HeadDraft:
         """Returns the draft of a text in the target's process, which collects the text's features."""

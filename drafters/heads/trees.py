@@ -32,7 +32,7 @@ from outrider.drafters.heads.kv_rows import (
     gather,
 )
 from outrider.drafters.heads.layers import LINK_CANDIDATES, BlockLink
-from outrider.drafters.heads.pair_kv_cache import DraftBlock, SavedPairs
+from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureBuffer, SavedPairs
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import CandidateStep, Step, make_step
@@ -55,10 +55,22 @@ class HeadTree(Tree):
         """Begins with the saved pairs of `tokens` before position `end`."""
         raise NotImplementedError
 
+    def can_read(self, count: int) -> bool:
+        return self._arrived(count) > 0
+
+    def _arrived(self, count: int) -> int:
+        """Returns how many of the next `count` tokens have the features that they are fed with."""
+        features: FeatureBuffer = self.kv_rows.features
+        return max(0, min(features.end + 1 - len(self._committed), count))
+
     def read(self, tokens: Sequence[int]) -> int:
-        """Commits all of `tokens`, and reads those whose features have arrived."""
-        self._append(tokens, True)
-        return len(tokens)
+        count = self._arrived(len(tokens))
+        if count < len(tokens):
+            self.append(tokens[:count])
+            return count
+        self.append(tokens[:-1])
+        self._feed_root(tokens[-1])
+        return count
 
     def read_in_steps(self, tokens: Sequence[int], depth: int = 1) -> Generator[TreeFeed, list[int], int]:
         """The generator form of `read`: yields the root's feed, is sent the root's node, and returns it."""
@@ -68,8 +80,10 @@ class HeadTree(Tree):
         return root
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Commits and reads `tokens`; there is no root until a later call reads the rest."""
-        self._append(tokens, False)
+        """Commits `tokens` and gives each a column; there is no root until a later call reads the rest."""
+        self._compact()
+        self._committed += tokens
+        self._nodes, self._layout = {}, TreeLayout(len(self._committed))
 
     def shareable_tokens(self) -> list[int]:
         return self._committed[: self.pairs.stop + 1] if self.pairs and self.pairs.start == 0 else []
@@ -83,24 +97,8 @@ class HeadTree(Tree):
         return sound
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
-        """Adds the features [N, W] of committed tokens from `position` on. Waits if they are read."""
+        """Adds the features [N, W] of tokens from `position` on."""
         self.kv_rows.add_features(position, rows)
-        if not self._nodes:
-            self._feed_remaining(True)
-
-    def _append(self, tokens: Sequence[int], to_end: bool) -> None:
-        self._compact()
-        self._committed += tokens
-        self._nodes = {}
-        self._feed_remaining(to_end)
-
-    def _feed_remaining(self, to_end: bool) -> None:
-        """Gives each committed token a column. With `to_end` the last one becomes the root, if the features before it
-        have arrived."""
-        has_root = to_end and self.can_grow()
-        self._layout = TreeLayout(len(self._committed) - has_root)
-        if has_root:
-            self._feed_root(self._committed.pop())
 
     def _feed_root(self, token: int) -> None:
         super()._feed_root(token)
@@ -123,33 +121,27 @@ class PairTree(HeadTree):
         self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, CachedPrefix(saved, end - saved.begin))
         self._layout = TreeLayout(end - saved.begin)
 
-    def can_grow(self, ahead: int = 0) -> bool:
-        """Whether it can grow, or could after reading `ahead` more tokens."""
-        return bool(self._nodes) or len(self._committed) + ahead - 2 in self.kv_rows.features
+    def _arrived(self, count: int) -> int:
+        features, last = self.kv_rows.features, len(self._committed) + count - 1
+        return super()._arrived(count) if features.begin < min(features.end, last) else 0
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Commits and reads `tokens`, from the first one after features on. After a gap in the features, reading begins
+        anew."""
+        self._compact()
+        features, start = self.kv_rows.features, len(self._committed)
+        if not self._columns or features.begin > start - 1:
+            self._origin = features.begin + 1
+            self.kv_rows.restart_at(self._origin)
+        self._committed += tokens
+        self._nodes, self._layout = {}, TreeLayout(len(self._committed) - self._origin)
+        first = max(start, self._origin)
+        self.kv_rows.prefill(self._committed[first:], first - self._origin)
+        features.forget(len(self._committed) - 1)
 
     def _commit_node(self, node: int) -> None:
         super()._commit_node(node)
         self.kv_rows.features.forget(len(self._committed) - 1)
-
-    def _feed_remaining(self, to_end: bool) -> None:
-        """Feeds the committed tokens whose features have arrived; with `to_end` the last one becomes the root."""
-        features, total = self.kv_rows.features, len(self._committed)
-        if features.begin == features.end:
-            return
-        if not self._columns or features.begin > self._origin + self._columns - 1:
-            self._origin = features.begin + 1
-            self.kv_rows.restart_at(self._origin)
-            self._layout = TreeLayout(0)
-        end = min(features.end + 1, total)
-        if end <= self._origin + self._columns:
-            return
-        has_root = to_end and end == total
-        start, count = self._columns, end - has_root - self._origin
-        self.kv_rows.prefill(self._committed[self._origin + start : self._origin + count], start)
-        self._layout = TreeLayout(count)
-        features.forget(self._origin + count - 1)
-        if has_root:
-            self._feed_root(self._committed.pop())
 
 
 class SlotTree(HeadTree):
@@ -260,10 +252,6 @@ class BlockTree(SlotTree):
     @property
     def room(self) -> int:
         return max(0, min(super().room, self.kv_rows.max_draft_tokens(len(self._committed) - 1)))
-
-    def can_grow(self, ahead: int = 0) -> bool:
-        """Whether it can grow, or could after reading `ahead` more tokens."""
-        return bool(self._nodes) or self.kv_rows.features.end >= len(self._committed) + ahead - 1
 
     def child(self, node: int, token: int, given: bool | None = None) -> int | None:
         """Returns the node of a block's own choice (`given` False), or else of a token that opened a block of its own.

@@ -33,9 +33,11 @@ VISIBLE = {"loss_type": "variable_prefix"}
 def opened(head: DFlash, length: int, n: int = 0, drafter: HeadDrafter | None = None, **params: Any) -> BlockTree:
     """A tree of the first tokens of a text, told all rows that can be."""
     drafter = drafter or make_for_draft_worker(head, "dflash", V)
-    tree = drafter.open(TEXTS[n][:length].tolist(), SamplingParams(**params))
+    text = TEXTS[n][:length].tolist()
+    tree = drafter.open(text, SamplingParams(**params))
     assert isinstance(tree, BlockTree)
     tell(tree, head, 0, length - 1, n)
+    assert tree.read(text) == length
     return tree
 
 
@@ -120,12 +122,14 @@ def test_late_rows_replace_nodes_computed_without_them(tmp_path: Path, name: str
 
 def test_missing_rows_leave_a_gap_in_the_context(tmp_path: Path) -> None:
     head, truth = head_of(write(tmp_path, "z-lab")), NumpyHead(LAYOUTS["z-lab"], EMBEDDING, OUTPUT)
-    tree = make_for_draft_worker(head, "dflash", V).open(TEXTS[0][:20].tolist(), SamplingParams())
-    assert isinstance(tree, BlockTree) and not tree.can_grow()
+    text = TEXTS[0][:20].tolist()
+    tree = make_for_draft_worker(head, "dflash", V).open(text, SamplingParams())
+    assert isinstance(tree, BlockTree)
     tell(tree, head, 3, 9)
-    assert not tree.can_grow()
+    assert tree.can_read(20) and tree.read(text) == 10
+    assert not tree.can_grow() and not tree.can_read(10)
     tell(tree, head, 12, 19)
-    assert tree.can_grow()
+    assert tree.read(text[10:]) == 10 and tree.can_grow()
     places = np.array([*range(3, 9), *range(12, 19)])
     hidden = truth.hidden(truth.fuse(ROWS[0][places]), int(TEXTS[0][19]), BLOCK - 1, places, 19)
     are_equal(tree.scores(tree.root), truth.logits(hidden)[0])

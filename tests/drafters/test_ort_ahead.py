@@ -57,6 +57,7 @@ class PlayedRequests:
                 (),
                 FAN_OUT_POLICIES["best-first"],
                 Calibration(),
+                text,
             )
             for seed, text in enumerate(self.texts)
         ]
@@ -81,7 +82,7 @@ class PlayedRequests:
     def tell(self, whose: Any) -> None:
         for number in whose:
             at, end = self.heard[number], len(self.texts[number]) - 1
-            self.works[number].add_features(at, self.rows[at:end])
+            self.works[number].tree.add_features(at, self.rows[at:end])
             self.heard[number] = end
 
     def _grown(self) -> Prepared:
@@ -122,4 +123,5 @@ def test_a_loaded_head_uses_onnx_runtime(target: LoadedModel, fed: list[int], tm
     assert isinstance(tree, PairTree) and isinstance(tree.kv_rows, PairKVRows) and not tree.kv_rows.lazy
     assert drafter.head.weight_bytes < drafter.weight_bytes / 2  # ONNX Runtime has the others
     tree.add_features(0, np.array(drafter.head.fuse(mx.ones((2, drafter.head.points.count * H)))))
+    assert tree.read([1, 2, 3]) == 3
     assert len(tree.best(tree.feed([tree.root], [None]))) == 1

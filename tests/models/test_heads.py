@@ -251,6 +251,7 @@ def test_blocks_are_trained_after_prefixes_as_in_the_draft_worker(target: Path, 
             break
         tree = ahead.open(tokens[: anchor + 1].tolist(), SamplingParams())
         tree.add_features(0, np.array(head.fuse(mx.array(lesson.rows[0, :anchor].flatten(1).numpy()))))
+        tree.read(tokens[: anchor + 1].tolist())
         node = tree.root
         for token in tokens[anchor + 1 : anchor + 1 + count].tolist():
             (node,) = tree.feed([node], [token])

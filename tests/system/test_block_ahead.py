@@ -89,9 +89,11 @@ def test_block_heads_cache_equals_a_fresh_read_after_each_round(target: LoadedMo
 
 def distance(head: DFlash, tree: BlockTree, rows: np.ndarray[Any, Any]) -> float:
     """How far what it remembers is from what a head does that is told these rows at once."""
-    fresh = make_for_draft_worker(head, "dflash", 10_000).open([1] * (len(rows) + 1), SamplingParams())
+    text = [1] * (len(rows) + 1)
+    fresh = make_for_draft_worker(head, "dflash", 10_000).open(text, SamplingParams())
     assert isinstance(fresh, BlockTree)
     fresh.add_features(0, rows)
+    fresh.read(text)
     apart = 0.0
     texts = [each.kv_rows.kv_cache.save(each.kv_rows.sequence, len(rows)) for each in (tree, fresh)]
     for mine, theirs in zip(*(text.layers for text in texts), strict=True):

@@ -187,6 +187,7 @@ def test_recurrent_head_gets_one_row_a_round_and_equals_a_fresh_one(target: Load
             begun = fresh.open(text[: tree.committed_len], sampling(0.8))
             assert isinstance(begun, PairTree)
             begun.add_features(tree.committed_len - 2, received_rows[tree.committed_len - 2])
+            begun.read(text[: tree.committed_len])
             assert mx.abs(tree.scores(tree.root) - begun.scores(begun.root)).max().item() < 1e-4
 
     played = cluster(target, head, schedule=MIXED, after_draft=check)
@@ -211,6 +212,7 @@ def test_missing_row_is_replaced_by_the_heads_mask_feature(target: LoadedModel) 
     assert isinstance(tree, PairTree)
     rows = head.fuse(mx.random.normal((8, 3 * 64)))
     tree.add_features(0, np.array(rows[: len(PROMPT) - 1]))
+    tree.read(PROMPT)
     forwards: list[int] = []
     call, kind = type(head).__call__, type(head)
     with pytest.MonkeyPatch.context() as patch:
@@ -234,6 +236,7 @@ def test_a_token_with_its_row_sees_those_before_it_that_lack_theirs(target: Load
         tree = make_for_draft_worker(head, "eagle3", target.vocab_size).open(PROMPT, sampling(0.0))
         assert isinstance(tree, PairTree)
         tree.add_features(0, rows[: len(PROMPT) - 1])
+        tree.read(PROMPT)
         tree.add_features(len(PROMPT) + 1, rows[-1:])  # that of the second token
         nodes, start = [tree.root], tree.next_node
         if at_once:

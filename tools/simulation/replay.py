@@ -179,7 +179,10 @@ class ReplayTree:
     def add_features(self, position: int, rows: Halves) -> None:
         """Does nothing."""
 
-    def can_grow(self, ahead: int = 0) -> bool:
+    def can_read(self, count: int) -> bool:
+        return True
+
+    def can_grow(self) -> bool:
         return True
 
     def commit(self, path: Sequence[int]) -> None:
