@@ -18,7 +18,14 @@ from typing import Literal
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import Calibration, FanOut
 from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
-from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, check_in_context, check_in_vocabulary, start_drafting
+from outrider.drafters.work_ahead import (
+    DraftBatcher,
+    WorkAhead,
+    check_in_context,
+    check_in_vocabulary,
+    run_together,
+    start_drafting,
+)
 from outrider.engine.memory import PeakMemory
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.constraint import Constraint
@@ -267,7 +274,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
 
     def _draft(self, owed: Sequence[DraftRequest]) -> None:
         started_ns = self._begin("chain")
-        drafts = self._batcher.continuations([d.work for d in owed], [d.newest.depth for d in owed])
+        drafts, _ = run_together([running.work.continuation(running.newest.depth) for running in owed])
         for running in owed:
             running.owes_draft = False
         self._answer("chain", started_ns, owed, drafts)

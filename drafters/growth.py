@@ -39,8 +39,14 @@ MAX_CHILDREN = 3
 """The maximum number of tokens after a token: the chain's own and its alternatives."""
 
 Result = TypeVar("Result")
-Steps = Generator[TreeFeed, list[int], Result]
-"""Yields feeds for its tree, and is sent the new nodes."""
+Steps = Generator[tuple[TokenTree, TreeFeed], list[int], Result]
+"""Yields a tree and what to feed it, and is sent the new nodes."""
+
+
+def without_forwards(result: Result) -> Steps[Result]:
+    """Returns steps that end at once, with this result."""
+    yield from ()
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +331,7 @@ class BranchGrowth:
         if not tokens:
             return []
         depths = [*line.depths, *(self._depth - len(b.chain) for b in grown)]
-        nodes = yield TreeFeed(parents, tokens, depths)
+        nodes = yield self._tree, TreeFeed(parents, tokens, depths)
         self._spine += nodes[: len(unfed)]
         tips = nodes[len(unfed) :]
         for branch, node in zip(grown, tips, strict=True):

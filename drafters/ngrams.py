@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.drafters.growth import Continuation
+from outrider.drafters.growth import Continuation, without_forwards
 from outrider.drafters.work_ahead import DraftTurn
 from outrider.protocol.messages import InProcess
 from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, Copy, CopyAcceptance, NgramIndex, NgramTable
@@ -25,10 +25,6 @@ class NgramDrafter:
     def open_draft(self) -> NgramDraft:
         """Returns the n-grams of a new request."""
         return NgramDraft(self)
-
-    def continuations(self, drafts: Sequence[NgramDraft], depths: Sequence[int]) -> list[Continuation]:
-        """Returns a copy for each request, of up to `depths` tokens."""
-        return [draft.continuation(depth) for draft, depth in zip(drafts, depths, strict=True)]
 
 
 class NgramDraft:
@@ -49,9 +45,9 @@ class NgramDraft:
         self._index.index_more(INDEX_PIECE_TOKENS)
         return self
 
-    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn[NgramDraft]:
+    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn:
         """Returns the turn in which `task` is drafted after the committed `tokens`; see `set_text`."""
-        return DraftTurn(self._drafter.continuations, self.set_text(tokens, task.row_costs), task.depth)
+        return DraftTurn(without_forwards(self.set_text(tokens, task.row_costs).continuation(task.depth)))
 
     def close(self, discard: bool) -> None:
         """Does nothing: later texts could use nothing."""

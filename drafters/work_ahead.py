@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from outrider.drafters.drafter import Drafter, DrafterFault, TokenTree
 from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut, divide_branches
@@ -134,7 +134,7 @@ class WorkAhead:
             return Continuation()
         nodes = [self.tree.root]
         for remaining in range(depth - 1, 0, -1):
-            nodes += yield TreeFeed(nodes[-1:], [None], [remaining])
+            nodes += yield self.tree, TreeFeed(nodes[-1:], [None], [remaining])
         if self._task.min_prob >= 1.0 or self.tree.draws:
             chain, odds = zip(*next_tokens(self.tree, nodes, self._calibration), strict=True)
             return Continuation(chain, self.tree.drawn_from(nodes), odds=odds)
@@ -160,7 +160,8 @@ class WorkAhead:
             return
         verifying = self._task.verifying
         line = [*self._unfed, *(verifying or ())]
-        nodes = yield make_chain_feed(self.tree, self.tree.root, line, self._task.depth if verifying is None else 1)
+        depth = self._task.depth if verifying is None else 1
+        nodes = yield self.tree, make_chain_feed(self.tree, self.tree.root, line, depth)
         self.tree.commit(nodes[: len(self._unfed)])
         self._unfed = []
         self._begin_growth()
@@ -280,7 +281,7 @@ class DraftBatcher:
         failed = {id(work): demand for work, demand in demanded if isinstance(demand, OutriderError)}
         sound = [work for work in works if id(work) not in failed]
         at_once = self.capacity.rows_per_forward() if active == 1 else None
-        found, rows = run_together(sound, [work.advance(at_once) for work in sound])
+        found, rows = run_together([work.advance(at_once) for work in sound])
         if rows:
             self.capacity.record_forward(rows, (clock.now() - started_ns) / clock.MILLISECOND_NS)
         results = iter(found)
@@ -296,48 +297,33 @@ class DraftBatcher:
         for (growth, demand), share in zip(requests, divide_branches(demands, budget, self._calibration), strict=True):
             growth.grant(demand, share)
 
-    def continuations(self, works: Sequence[WorkAhead], depths: Sequence[int]) -> list[Continuation | OutriderError]:
-        """Returns the `depths` tokens after each committed text, or the error of one that failed."""
-        steps = [work.continuation(depth) for work, depth in zip(works, depths, strict=True)]
-        return run_together(works, steps)[0]
-
 
 @dataclass(frozen=True, slots=True)
-class DraftTurn(Generic[Value]):
-    """A request in the target's process that drafts up to `depth` tokens; `work` None: it can't draft. `draft` takes
-    the works and depths of all requests of one drafter, which share its forwards. `read` first has to read the text,
-    a piece in each call, until it returns True; None: there is nothing to read."""
+class DraftTurn:
+    """A request in the target's process that drafts by these `steps`; requests of one drafter share its forwards.
+    `read` first has to read the text, a piece in each call, until it returns True; None: there is nothing to read."""
 
-    draft: Callable[[Sequence[Value], Sequence[int]], Sequence[Continuation | OutriderError]]
-    work: Value | None
-    depth: int
+    steps: Steps[Continuation]
     read: Callable[[], bool] | None = None
 
 
-class _Work(Protocol):
-    """What a drafter does for one text."""
-
-    @property
-    def tree(self) -> TokenTree: ...
-
-
-def run_together(works: Sequence[_Work], steps: Sequence[Steps[Result]]) -> tuple[list[Result | OutriderError], int]:
-    """Runs the steps of these works to their ends; their trees share each forward. A tree may be opened by its steps.
+def run_together(steps: Sequence[Steps[Result]]) -> tuple[list[Result | OutriderError], int]:
+    """Runs these steps of one drafter to their ends; their trees share each forward.
 
     Returns the result of each, or the error of one that failed, and the number of tokens that were fed.
     """
     runs, results, rows = [_run_catching(own) for own in steps], dict[int, Result | OutriderError](), 0
     fed: dict[int, Any] = dict.fromkeys(range(len(runs)))  # the new nodes of each, or the error that took their place
     while fed:
-        feeds = dict[int, TreeFeed]()
+        feeds = dict[int, tuple[TokenTree, TreeFeed]]()
         for index, nodes in fed.items():
             run = runs[index]
             try:
                 feeds[index] = run.throw(nodes) if isinstance(nodes, OutriderError) else run.send(nodes)
             except StopIteration as ended:
                 results[index] = ended.value
-        rows += sum(len(feed.tokens) for feed in feeds.values())
-        found = _feed_trees([works[index].tree for index in feeds], list(feeds.values())) if feeds else ()
+        rows += sum(len(feed.tokens) for _, feed in feeds.values())
+        found = _feed_trees(list(feeds.values())) if feeds else ()
         fed = dict(zip(feeds, found, strict=True))
     return [results[index] for index in range(len(runs))], rows
 
@@ -351,14 +337,13 @@ def _run_catching(steps: Steps[Result]) -> Steps[Result | OutriderError]:
         return error
 
 
-def _feed_trees(trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> Sequence[list[int] | OutriderError]:
+def _feed_trees(fed: Sequence[tuple[TokenTree, TreeFeed]]) -> Sequence[list[int] | OutriderError]:
     """Makes one forward, or one for each tree if that fails; returns each tree's new nodes."""
+    trees, feeds = [tree for tree, _ in fed], [feed for _, feed in fed]
     nodes = _call_catching(lambda: type(trees[0]).feed_together(trees, feeds))
     if not isinstance(nodes, OutriderError):
         return nodes
-    if len(trees) == 1:
-        return [nodes]
-    return [_feed_trees([tree], [feed])[0] for tree, feed in zip(trees, feeds, strict=True)]
+    return [nodes] if len(fed) == 1 else [_feed_trees([one])[0] for one in fed]
 
 
 def _call_catching(task: Callable[[], Value]) -> Value | OutriderError:

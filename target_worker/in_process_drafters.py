@@ -12,20 +12,19 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
 from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
-from outrider.drafters.growth import BranchTask, Continuation
+from outrider.drafters.growth import BranchTask, Continuation, without_forwards
 from outrider.drafters.heads import load as heads
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.early_exit import ExitDraft, ExitDrafter
 from outrider.drafters.heads.head import BlockHead, MaskedHead
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDraft, NgramDrafter
-from outrider.drafters.work_ahead import DraftBatcher, DraftTurn, WorkAhead, check_in_vocabulary, start_drafting
+from outrider.drafters.work_ahead import DraftTurn, WorkAhead, check_in_vocabulary, run_together, start_drafting
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, HiddenStatesListener, KVCache
 from outrider.engine.loading import LoadedModel
@@ -42,14 +41,12 @@ log = logging.getLogger(__name__)
 _CHAIN_TOKENS = 4  # the default K
 
 
-def propose(turns: Sequence[DraftTurn[Any]]) -> list[Continuation | OutriderError]:
+def propose(turns: Sequence[DraftTurn]) -> list[Continuation | OutriderError]:
     """Returns the chains of requests of one drafter, which share its forwards, or their errors.
 
     A chain ends where the draft model's context ends, and is empty from there on.
     """
-    works = [(turn.work, turn.depth) for turn in turns if turn.work is not None]
-    chains = iter(turns[0].draft([work for work, _ in works], [depth for _, depth in works]) if turns else ())
-    return [Continuation() if turn.work is None else next(chains) for turn in turns]
+    return run_together([turn.steps for turn in turns])[0]
 
 
 class ModelDraftSession:
@@ -62,7 +59,7 @@ class ModelDraftSession:
         sampling: SamplingParams,
         constraint: Constraint | None = None,
     ) -> None:
-        self._drafter, self._draft = model.drafter, model.batcher.continuations
+        self._drafter = model.drafter
         self._work: WorkAhead | None = None
         # No outcomes are prepared, so there are no tokens whose weight Saguaro's factor could lower.
         unscaled = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
@@ -75,7 +72,7 @@ class ModelDraftSession:
         except OutriderError as error:
             log.warning("%s", error)
 
-    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn[WorkAhead]:
+    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn:
         """Prepares the draft of `task` after the committed `tokens`, which extend those of the call before.
 
         Nothing is drafted once the text is longer than the draft model's context.
@@ -88,9 +85,9 @@ class ModelDraftSession:
             work = None
         if work is None or len(tokens) >= self._drafter.context_length:
             self.close(discard=False)
-            return DraftTurn(self._draft, None, task.depth)
+            return DraftTurn(without_forwards(Continuation()))
         work.commit(new, BranchTask(None, task.depth, min_prob=task.min_prob))
-        return DraftTurn(self._draft, work, task.depth, work.read if work.must_read else None)
+        return DraftTurn(work.continuation(task.depth), work.read if work.must_read else None)
 
     def close(self, discard: bool) -> None:
         """Ends drafting; the text's state may serve later texts. `discard`: keep nothing, after a failure."""
@@ -110,7 +107,6 @@ class InProcessModel:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.weight_bytes, self.note = drafter, drafter.weight_bytes, drafter.note
         self.prompt_cache = drafter.prompt_cache
-        self.batcher = DraftBatcher()
         self.calibration = Calibration()
 
 

@@ -14,7 +14,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -315,7 +315,7 @@ class TargetRequest:
         """True if the in-process drafter proposes the next round."""
         return self.draft is not None and (self.autonomous or self.pending_verify is not None)
 
-    def turn(self) -> DraftTurn[Any]:
+    def turn(self) -> DraftTurn:
         """Returns the turn of its in-process drafter, whose session opens the first time."""
         if self.draft is None or self.drafter not in self.drafters:
             known = ", ".join(self.drafters) or "no draft"
@@ -367,7 +367,7 @@ def draft_together(requests: Sequence[TargetRequest]) -> None:
 def _draft_with_one_drafter(requests: Sequence[TargetRequest]) -> None:
     """The same for one drafter. It reads texts first, until a piece leaves a text unread; such requests draft later."""
     started_ns, is_reading = clock.now(), False
-    turns: list[tuple[TargetRequest, DraftTurn[Any]]] = []
+    turns: list[tuple[TargetRequest, DraftTurn]] = []
     for request in requests:
         try:
             with wrap_model_errors("the target's own drafter"):

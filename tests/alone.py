@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider.drafters.growth import Continuation, ReadyBranches
-from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
+from outrider.drafters.heads.drafter import HeadDraft
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, run_together
 from outrider.protocol.errors import OutriderError
 
 # Trees are fed one by one whatever the drafter, where there is one.
@@ -18,7 +21,12 @@ def advanced(work: WorkAhead) -> ReadyBranches | None:
 
 
 def continued(work: WorkAhead, depth: int) -> Continuation:
-    (found,) = _ALONE.continuations([work], [depth])
+    (found,) = continuations([work], [depth])
     if isinstance(found, OutriderError):
         raise found
     return found
+
+
+def continuations(drafts: Sequence[WorkAhead | HeadDraft], depths: Sequence[int]) -> list[Continuation | OutriderError]:
+    """The drafts of several texts of one drafter, whose trees share forwards."""
+    return run_together([draft.continuation(depth) for draft, depth in zip(drafts, depths, strict=True)])[0]

@@ -26,7 +26,7 @@ from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, BlockHead, Head, Ma
 from outrider.drafters.heads.kv_rows import BlockKVRows, MaskedKVRows, PairKVRows
 from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED, FeatureBuffer, FeatureKVCache, SavedPairs, make_kv_cache
 from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairTree
-from outrider.drafters.work_ahead import DraftTurn, run_together
+from outrider.drafters.work_ahead import DraftTurn
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
@@ -105,17 +105,6 @@ class HeadDrafter:
             return MaskedTree(MaskedKVRows(kv_cache, features), sampler, size, cache=cache)
         return PairTree(PairKVRows(kv_cache, features), sampler, size, cache=cache)
 
-    def continuations(self, drafts: Sequence[HeadDraft], depths: Sequence[int]) -> list[Continuation | OutriderError]:
-        """Returns the `depths` tokens after each committed text, empty if features are missing. Waits.
-
-        Instead of those of a request that also failed in a forward of its own, returns the error.
-        """
-        allowed = [draft.limit_depth(depth) for draft, depth in zip(drafts, depths, strict=True)]
-        able = [(draft, depth) for draft, depth in zip(drafts, allowed, strict=True) if depth]
-        steps = [draft.continuation(depth) for draft, depth in able]
-        drafted = iter(run_together([draft for draft, _ in able], steps)[0])
-        return [next(drafted) if depth else Continuation() for depth in allowed]
-
 
 def make_for_draft_worker(
     head: Head, backend: str, vocab_size: int, features: str = "", cpu: OrtForward | None = None
@@ -183,9 +172,9 @@ class HeadDraft:
         self._proposed, self._tokens, self._length, self._min_prob = None, tokens, len(tokens), min_prob
         return self
 
-    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn[HeadDraft]:
+    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn:
         """Returns the turn in which `task` is drafted after the committed `tokens`; see `set_text`."""
-        return DraftTurn(self._drafter.continuations, self.set_text(tokens, task.min_prob), task.depth)
+        return DraftTurn(self.set_text(tokens, task.min_prob).continuation(task.depth))
 
     @property
     def tree(self) -> HeadTree:
@@ -212,11 +201,15 @@ class HeadDraft:
         return max(0, min(depth, most, self._drafter.context_length - self._length))
 
     def continuation(self, depth: int) -> Steps[Continuation]:
-        """Returns the `depth` tokens after the committed text, chained on the device and evaluated once."""
+        """Returns up to `depth` tokens after the committed text, chained on the device and evaluated once; none if
+        features are missing."""
+        depth = self.limit_depth(depth)
+        if not depth:
+            return Continuation()
         tree = self.tree
         nodes = [(yield from tree.read_in_steps(self._tokens[tree.committed_len : self._length], depth))]
         for remaining in range(depth - 1, 0, -1):
-            nodes += yield TreeFeed(nodes[-1:], [None], [remaining])
+            nodes += yield tree, TreeFeed(nodes[-1:], [None], [remaining])
         sound = tree.is_finite(nodes[0])
         if isinstance(sound, mx.array):
             mx.async_eval(sound)  # type: ignore[no-untyped-call]  # together with the tokens

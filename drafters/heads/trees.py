@@ -14,13 +14,14 @@ dropped (`HeadTree.read_in_steps`).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from outrider.drafters.growth import Steps
 from outrider.drafters.heads.head import NOT_FINITE_MESSAGE
 from outrider.drafters.heads.kv_rows import (
     BlockKVRows,
@@ -72,10 +73,10 @@ class HeadTree(Tree):
         self._feed_root(tokens[-1])
         return count
 
-    def read_in_steps(self, tokens: Sequence[int], depth: int = 1) -> Generator[TreeFeed, list[int], int]:
+    def read_in_steps(self, tokens: Sequence[int], depth: int = 1) -> Steps[int]:
         """The generator form of `read`: yields the root's feed, is sent the root's node, and returns it."""
         self.append(tokens[:-1])
-        (root,) = yield TreeFeed([NO_PARENT], tokens[-1:], [depth])
+        (root,) = yield self, TreeFeed([NO_PARENT], tokens[-1:], [depth])
         self._commit_node(root)
         return root
 

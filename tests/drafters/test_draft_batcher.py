@@ -16,6 +16,7 @@ from outrider.engine.forward_cost import ForwardCost
 from outrider.engine.loading import load
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
+from tests.alone import continuations
 from tests.columns import column_tokens
 from tests.slots import open_read
 from tools.simulation.replay import ReplayDrafter, Script
@@ -54,8 +55,8 @@ def test_batched_requests_prepare_the_branches_of_single_requests(drafter: Draft
     """Continuations, branches, a commit that holds, one that nobody drafted, with budget for all."""
     batched, alone = begun(drafter), begun(drafter)
     together = DraftBatcher()
-    drafted = together.continuations(batched, [3, 2, 4])
-    assert drafted == [DraftBatcher().continuations([work], [n])[0] for work, n in zip(alone, (3, 2, 4), strict=True)]
+    drafted = continuations(batched, [3, 2, 4])
+    assert drafted == [continuations([work], [n])[0] for work, n in zip(alone, (3, 2, 4), strict=True)]
     chains = [found.chain if isinstance(found, Continuation) else () for found in drafted]
     for works in (batched, alone):
         for work, chain in zip(works, chains, strict=True):

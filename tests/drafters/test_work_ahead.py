@@ -13,7 +13,7 @@ from outrider.drafters.growth import BranchTask, ReadyBranches
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, start_drafting
 from outrider.protocol.sampling import SamplingParams
-from tests.alone import advanced, continued
+from tests.alone import advanced, continuations, continued
 from tests.columns import column_tokens
 from tools.simulation.replay import ReplayDrafter, ReplayTree, Script
 
@@ -191,9 +191,8 @@ def test_work_space_of_a_text_whose_drafts_are_all_right_stays_small(tiny_model:
         MlxDrafter.load(str(tiny_model("llama")), lambda _: None), [5, 6, 7], SamplingParams(max_tokens=900), (),
         FAN_OUT_POLICIES["uniform"], Calibration(),
     )  # fmt: skip
-    batcher = DraftBatcher()
     for _ in range(70):
-        (continuation,) = batcher.continuations([work], [8])
+        (continuation,) = continuations([work], [8])
         work.commit([*continuation.chain, 9], BranchTask(None, 8))
     layout = work.tree._layout  # type: ignore[attr-defined]
     assert work.committed_len > 600 and layout.end - layout.prefix < 300

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from outrider.drafters.fan_out import Calibration
+from outrider.drafters.growth import Continuation
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Autonomous, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafters import InProcessDrafters
+from outrider.target_worker.in_process_drafters import InProcessDrafters, propose
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered, drafted_chain
 from tests.target_worker.block_heads import block_head, linked_head, parallel_head
@@ -44,9 +45,9 @@ def test_tree_holds_the_chain_first_and_then_the_next_best_tokens(
     found = []
     for least in (1.0, 0.01):
         part = part_of(own, SamplingParams(temp=0.8, seed=4))
-        turn = part.turn(text, InProcess(3, min_prob=least))
-        found += turn.draft([turn.work], [3])
+        found += propose([part.turn(text, InProcess(3, min_prob=least))])
     plain, tree = found
+    assert isinstance(plain, Continuation) and isinstance(tree, Continuation)
     assert tree.line == plain.chain and plain.parents == ()
     assert tree.chain[:3] == plain.chain and tree.parents[:3] == (-1, 0, 1)
     beside = [(parent, token) for parent, token in zip(tree.parents[3:], tree.chain[3:], strict=True)]
@@ -58,8 +59,8 @@ def test_accepted_alternative_is_learned(target: LoadedModel, monkeypatch: pytes
     monkeypatch.setattr(Calibration, "learn", lambda self, points, *rest: learned.append((len(points), *rest)))
     own = drafter(token_head(target), target)
     part, text = part_of(own, SamplingParams()), [5, 6, 7, 8]
-    turn = part.turn(text, InProcess(3, min_prob=0.001))
-    tree = turn.draft([turn.work], [3])[0]
+    (tree,) = propose([part.turn(text, InProcess(3, min_prob=0.001))])
+    assert isinstance(tree, Continuation)
     other = next(t for parent, t in zip(tree.parents[3:], tree.chain[3:], strict=True) if parent == 0)
     text += [tree.chain[0], other, 9]
     part.turn(text, InProcess(3, min_prob=0.001))

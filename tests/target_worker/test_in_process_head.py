@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.growth import Continuation
+from outrider.drafters.growth import Continuation, Steps, without_forwards
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.load import Agreement, measure_agreement
@@ -31,6 +31,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
+from tests.alone import continuations
 from tests.drafters import nextn_heads
 from tests.drafters.mtp_heads import model_of, write, written
 from tests.system.links import FakeLink, answered, drafted_chain
@@ -165,19 +166,21 @@ def test_text_with_any_head_equals_that_of_the_target(
     assert any(drafted_chain(a) for one in outcomes for a in one)
 
 
-class GarbageHeadDrafter(HeadDrafter):
-    """Says nothing, garbage, tokens that nobody has, or the end of the text in the middle."""
-
-    def continuations(self, drafts: Sequence[HeadDraft], depths: Sequence[int]) -> list[Continuation]:
-        draws = np.random.default_rng(sum(len(draft._tokens) for draft in drafts))
-        kinds = [(), (3, 999_999, 5), (0, 0), tuple(draws.integers(0, 258, 3).tolist())]
-        return [Continuation(kinds[int(draws.integers(4))]) for _ in drafts]
-
-
 @pytest.mark.parametrize(("temp", "requests"), [(0.0, 1), (0.8, 4)])
-def test_garbage_chains_do_not_change_the_text(target: LoadedModel, alone: Alone, temp: float, requests: int) -> None:
-    garbage_drafter = GarbageHeadDrafter(random_head(target), target.vocab_size)
-    assert texts(run(target, garbage_drafter, temp, requests)) == alone(temp, requests)
+def test_garbage_chains_do_not_change_the_text(
+    target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch, temp: float, requests: int
+) -> None:
+    """Nothing, garbage, tokens that nobody has, or the end of the text in the middle."""
+
+    def garbage(self: HeadDraft, depth: int) -> Steps[Continuation]:
+        draws = np.random.default_rng(len(self._tokens))
+        kinds = [(), (3, 999_999, 5), (0, 0), tuple(draws.integers(0, 258, 3).tolist())]
+        return without_forwards(Continuation(kinds[int(draws.integers(4))]))
+
+    monkeypatch.setattr(HeadDraft, "continuation", garbage)
+    outcomes = run(target, drafter(random_head(target), target), temp, requests)
+    assert texts(outcomes) == alone(temp, requests)
+    assert any(999_999 in drafted_chain(a) for one in outcomes for a in one)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
@@ -234,21 +237,19 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
                     chain[-1] = (chain[-1] + 1) % 258
             chains.append((tuple(chain), k))
         some = [n for n in range(3) if draws.random() < 0.8]
-        own.continuations(
-            [followers[n].set_text(slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some]
-        )
+        continuations([followers[n].set_text(slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some])
         outputs = begin_forward(
             [VerifyInput(slot, chain) for slot, (chain, _) in zip(slots, chains, strict=True)]
         ).commit()
         assert [said(v).accepted for v in outputs] == [k for _, k in chains]
-    own.continuations([f.set_text(s.tokens) for f, s in zip(followers, slots, strict=True)], [2, 3, 1])
+    continuations([f.set_text(s.tokens) for f, s in zip(followers, slots, strict=True)], [2, 3, 1])
     for slot, follower, rows in zip(slots, followers, heard, strict=True):
         features = mx.concatenate(rows)
         assert len(follower.tree.pairs) == len(slot.tokens) - 1 == features.shape[0]
         fresh = HeadDrafter(head, target.vocab_size)
         again = fresh.open_draft(SamplingParams())
         again.add_features(0, features)
-        fresh.continuations([again.set_text(slot.tokens)], [1])
+        continuations([again.set_text(slot.tokens)], [1])
         for mine, true in zip(layers_of(follower), layers_of(again), strict=True):
             for a, b in zip(mine, true, strict=True):
                 assert float(mx.abs(a - b).max().item()) < 1e-3
@@ -274,7 +275,7 @@ def test_recurrent_head_depends_only_on_the_newest_row(target: LoadedModel) -> N
             again = fresh.open_draft(SamplingParams())
             again.add_features(len(text) - 2, features[-1:])
             chain, other = (
-                d.continuations([f.set_text(text)], [3])[0].chain for d, f in ((own, follower), (fresh, again))
+                continuations([f.set_text(text)], [3])[0].chain for d, f in ((own, follower), (fresh, again))
             )
             assert chain == other and len(chain) == 3
             again.close(discard=True)
@@ -285,7 +286,7 @@ def test_head_restarts_behind_a_gap_in_its_rows(target: LoadedModel) -> None:
     follower, text = own.open_draft(SamplingParams()), list(range(5, 45))
 
     def chain(count: int) -> tuple[int, ...]:
-        return own.continuations([follower.set_text(text[:count])], [2])[0].chain
+        return continuations([follower.set_text(text[:count])], [2])[0].chain
 
     follower.add_features(0, mx.ones((9, 64)))
     assert len(chain(10)) == 2 and len(follower.tree.pairs) == 9
@@ -307,7 +308,7 @@ def test_only_the_newest_rows_are_kept_while_nothing_is_drafted(
         follower.add_features(at, mx.ones((min(100, len(text) - 1 - at), 64)))
     assert MAX_BUFFERED // 2 <= follower.features.count <= MAX_BUFFERED
     monkeypatch.setattr(own, "context_length", 1 << 20)
-    assert len(own.continuations([follower.set_text(text)], [1])[0].chain) == 1
+    assert len(continuations([follower.set_text(text)], [1])[0].chain) == 1
     assert len(follower.tree.pairs) >= MAX_BUFFERED // 2
 
 
@@ -330,10 +331,10 @@ def test_failed_text_of_a_batch_does_not_affect_the_others(
     chains = [follower.set_text([5, 6, 7, 8]) for follower in followers]
     followers[0].add_features(0, mx.full((3, 64), mx.nan))
     followers[1].add_features(0, mx.zeros((3, 64)))
-    found = own.continuations(chains, [3, 3])
+    found = continuations(chains, [3, 3])
     assert isinstance(found[0], ModelFault) and len(found[1].chain) == 3
     followers[1].add_features(3, mx.zeros((1, 64)))
-    assert len(own.continuations([followers[1].set_text([5, 6, 7, 8, 9])], [3])[0].chain) == 3
+    assert len(continuations([followers[1].set_text([5, 6, 7, 8, 9])], [3])[0].chain) == 3
 
 
 def test_wrong_pairing_of_rows_and_tokens_raises_a_doubt(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +379,7 @@ def test_residual_chain_of_a_head_is_proposed_as_certain(target: LoadedModel) ->
     own = drafter(token_head(target), target)
     follower = own.open_draft(SamplingParams(temp=0.8, seed=3, rule="residual"))
     follower.add_features(0, mx.zeros((3, 64)))
-    (found,) = own.continuations([follower.set_text([5, 6, 7, 8])], [3])
+    (found,) = continuations([follower.set_text([5, 6, 7, 8])], [3])
     assert len(found.chain) == 3 and found.q is None
 
 
@@ -388,5 +389,5 @@ def test_penalties_count_the_drafted_chain(target: LoadedModel) -> None:
     for follower in (free, bound):
         follower.add_features(0, mx.zeros((3, 64)))
     lines: list[Any] = [free.set_text([5, 6, 7, 8]), bound.set_text([5, 6, 7, 8])]
-    plain, other = own.continuations(lines, [18, 18])
+    plain, other = continuations(lines, [18, 18])
     assert len(set(other.chain) - {5, 6, 7, 8}) == 18 and other.chain != plain.chain

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from outrider.drafters.growth import Continuation
+from outrider.drafters.growth import Continuation, Steps
+from outrider.drafters.heads.drafter import HeadDraft
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Autonomous, DraftTokens, InProcess, Open, Outcome, Prepare, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -115,17 +116,15 @@ def test_in_process_drafter_may_return_trees(
     target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch, temp: float, requests: int
 ) -> None:
     own, draws = drafter(token_head(target), target), random.Random(5)
-    drafted = own.continuations
+    drafted = HeadDraft.continuation
 
-    def in_trees(lines: Any, depths: Any) -> list[Continuation]:
-        found = []
-        for one in drafted(lines, depths):
-            tokens, parents = forked(one.chain, draws)
-            found.append(Continuation(tokens, parents=parents))
-        return found
+    def in_trees(self: HeadDraft, depth: int) -> Steps[Continuation]:
+        one = yield from drafted(self, depth)
+        tokens, parents = forked(one.chain, draws)
+        return Continuation(tokens, parents=parents)
 
     plain = run(target, drafter(token_head(target), target), temp, requests)
-    monkeypatch.setattr(own, "continuations", in_trees)
+    monkeypatch.setattr(HeadDraft, "continuation", in_trees)
     outcomes = run(target, own, temp, requests)
     assert tokens_of(outcomes) == alone(temp, requests)
     assert any(a.path is not None and a.accepted for one in outcomes for a in one)
@@ -151,14 +150,14 @@ def test_target_without_trees_takes_the_first_branch_of_a_drafted_tree(
     target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = drafter(token_head(target), target)
-    drafted = own.continuations
+    drafted = HeadDraft.continuation
 
-    def in_trees(lines: Any, depths: Any) -> list[Continuation]:
-        chains = [one.chain for one in drafted(lines, depths)]
-        return [Continuation((*c, 5), parents=(*range(-1, len(c) - 1), -1)) if c else Continuation() for c in chains]
+    def in_trees(self: HeadDraft, depth: int) -> Steps[Continuation]:
+        c = (yield from drafted(self, depth)).chain
+        return Continuation((*c, 5), parents=(*range(-1, len(c) - 1), -1)) if c else Continuation()
 
     plain = run(target, drafter(token_head(target), target), 0.0)
-    monkeypatch.setattr(own, "continuations", in_trees)
+    monkeypatch.setattr(HeadDraft, "continuation", in_trees)
     opened = Open("0", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
     link = FakeLink("target-0", deque([opened]))
     worker = TargetWorker(link, target, drafters=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
