@@ -52,16 +52,13 @@ LayerKVs = tuple[tuple[mx.array, mx.array], ...]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The next `count` tokens of the text in `row`, whose first `start` tokens are in the buffers.
-
-    `long`: a piece of a prompt. `bidirectional`: each token sees all of the segment's tokens, later ones too.
-    """
+    """The next `count` tokens of the text in `row`, whose first `start` tokens are in the buffers. `long`: a piece of a
+    prompt."""
 
     row: int
     start: int
     count: int
     long: bool = False
-    bidirectional: bool = False
 
     @property
     def end(self) -> int:
@@ -76,8 +73,6 @@ class Segment:
         """Returns which of the row's first `end` columns each token sees, [count, end]: within `window` if any, and if
         `causal` none at a later position than its own."""
         seen = np.tri(self.count, end, self.start, dtype=np.bool_)
-        if self.bidirectional and not causal:
-            seen[:, : self.end] = True
         if window is not None:
             seen &= np.arange(end) > self.positions[:, None] - window
         return seen
@@ -254,7 +249,7 @@ class FlatCache:
         only_segment, window = self._frame.only_segment, window_size or self._window
         if only_segment is None:
             return WindowMask(window, causal)
-        if only_segment.bidirectional or isinstance(only_segment, NodeSegment):  # not just the columns up to their own
+        if isinstance(only_segment, NodeSegment):
             return self._frame.mask(only_segment, WindowMask(window, causal), return_array)
         window = window if window is not None and only_segment.end > window else None  # else it covers the text
         return create_attention_mask(n, offset=only_segment.start, return_array=return_array, window_size=window)

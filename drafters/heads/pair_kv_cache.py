@@ -147,14 +147,11 @@ def _positions_in_blocks(lengths: Ints) -> Ints:
 def _make_block_segment(row: int, features: Ints, blocks: Sequence[DraftBlock], lengths: Ints) -> Segment:
     """Returns the segment of a text's blocks, after its features at these positions. Each row sees the features before
     its block's anchor, and its block."""
-    count = len(features)
-    if len(blocks) == 1 and blocks[0].anchor == count == features.max(initial=-1) + 1:
-        return Segment(row, count, int(lengths[0]), bidirectional=True)
     anchors = np.array([block.anchor for block in blocks], np.int32).repeat(lengths)
     number = np.arange(len(blocks)).repeat(lengths)
     seen = np.concatenate([features < anchors[:, None], number[:, None] == number], axis=1)
     all_positions = np.concatenate([features, _positions_in_blocks(lengths) + anchors])
-    return NodeSegment(row, count, len(anchors), all_positions=all_positions, visible=seen)
+    return NodeSegment(row, len(features), len(anchors), all_positions=all_positions, visible=seen)
 
 
 @dataclass(frozen=True, slots=True)
