@@ -12,7 +12,7 @@ import pytest
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.heads.drafter import make_for_draft_worker
 from outrider.drafters.heads.head import PairHead
-from outrider.drafters.heads.pair_kv_cache import PairKVCache
+from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED, PairKVCache
 from outrider.drafters.heads.trees import PairTree
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
@@ -246,6 +246,19 @@ def test_a_token_with_its_row_sees_those_before_it_that_lack_theirs(target: Load
                 nodes = tree.feed(nodes, [token])
         found.append(np.array(tree.scores(nodes[-1])).tolist())
     assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def test_rows_that_arrive_while_a_drafter_is_busy_all_wait(target: LoadedModel) -> None:
+    """More than a head in the target's process keeps: a draft worker reads a long prompt from its first row on."""
+    head = random_head(target)
+    drafter, count = make_for_draft_worker(head, "eagle3", target.vocab_size), MAX_BUFFERED + 400
+    drafter.context_length = 2 * MAX_BUFFERED
+    tree = drafter.open([1], sampling(0.0))
+    assert isinstance(tree, PairTree)
+    rows = np.array(head.fuse(mx.zeros((count, 3 * 64))))
+    for begin in range(0, count, 300):
+        tree.add_features(begin, rows[begin : begin + 300])
+    assert tree.read([1] * (count + 1)) == count + 1 and tree.pairs == range(count)
 
 
 @matrix(mode=["sd", "ssd"], head=[token_head, block_token_head], share=[(0.2, 0.3), (1.0, 0.0)])
