@@ -5,10 +5,10 @@ then the branches of the next chain under verification grow (`growth`). One `adv
 drafter, so that its caller can handle messages between two. `start_drafting` opens a request, with drawn continuations
 if its sampling needs them.
 
-`DraftBatcher` feeds the tokens that several requests want to feed in one forward, under one budget of branches. If a
-joint forward fails, each request is tried alone, so that only those requests end whose own forward fails. `Capacity`
-estimates how many branches can be ready before the target's outcome, from the time of a forward by its rows and the
-length of a round; old measurements lose weight. Knows nothing of sockets.
+`run_together` feeds the tokens that several requests want to feed in one forward. If it fails, each request is tried
+alone, so that only those requests end whose own forward fails. `DraftBatcher` grows the branches of several requests
+under one budget. `Capacity` estimates how many branches can be ready before the target's outcome, from the time of a
+forward by its rows and the length of a round; old measurements lose weight. Knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class Capacity:
 
 
 class DraftBatcher:
-    """Runs a drafter's forwards, each for all requests that need one."""
+    """Makes the forwards that grow branches, each for all requests that need one."""
 
     def __init__(self, calibration: Calibration | None = None) -> None:
         self.capacity = Capacity()
