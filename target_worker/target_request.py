@@ -115,11 +115,11 @@ class AwaitedPrefix:
 class TargetRequest:
     """A request on this target.
 
-    `pending_verify`: the VERIFY to handle next; `next_proposal`: the tokens that it continues with. `autonomous`: it
-    decodes by itself; `halting`: until the round under way has ended. `draft`: what an in-process drafter drafts in
-    each round, or in the requested one, as long as `max_tokens` leaves room; None: nothing. `drafters` open each
-    in-process drafter's session, which reads the text when it is first needed. `ended`: it reached an end token or
-    `max_tokens` while autonomous.
+    `next_proposal`: the tokens to verify in the next round, or in the one under way; None: it waits for VERIFY.
+    `autonomous`: it decodes by itself; `halting`: until the round under way has ended. `draft`: what an in-process
+    drafter drafts for these rounds, as long as `max_tokens` leaves room; None: nothing. `drafters` open each in-process
+    drafter's session, which reads the text when it is first needed. `ended`: it reached an end token or `max_tokens`
+    while autonomous.
     `awaits`: another request that reads the beginning of its prompt. `cached`: the number of its prompt's tokens that
     came from the prompt cache. `offered`: it waits for a prefill worker, which may read its prompt; `heard_ns`: when
     its OPEN or the latest PROMPTKV came. `listener` gets the features for heads in other processes.
@@ -129,7 +129,6 @@ class TargetRequest:
     opened: Open
     drafters: Mapping[str, Callable[[], DraftSession]] = field(default_factory=dict)
     answers: deque[Outcome] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_OUTCOMES))
-    pending_verify: Verify | None = None
     prepared: Prepare | None = None
     next_proposal: DraftTokens | None = None
     autonomous: bool = False
@@ -193,8 +192,7 @@ class TargetRequest:
     @property
     def has_next(self) -> bool:
         """True if its next round can begin."""
-        next_proposal = self.next_proposal is not None or (self.autonomous and self.max_tokens > 0)
-        return not self.is_closed and not self.unread and (self.pending_verify is not None or next_proposal)
+        return not self.is_closed and not self.unread and self.next_proposal is not None
 
     @property
     def waits_since_ns(self) -> float:
@@ -207,21 +205,18 @@ class TargetRequest:
 
     def next_input(self) -> VerifyInput:
         """Returns what it verifies in its next round. An in-process drafter has drafted before (`draft_together`)."""
-        verify = self.pending_verify
-        if self._is_drafted:
-            proposed, _ = self._in_process_proposal()
-            if verify is not None and verify.chain and self.takes_trees:
-                both = merge_trees(proposed.tree, DraftTree(verify.chain, verify.parents), MAX_CHAIN)
-                return VerifyInput(self.slot, both.tokens, parents=both.parents)
-            return VerifyInput(self.slot, proposed.chain, proposed.q, proposed.parents)
-        if verify is not None:
-            return VerifyInput(self.slot, verify.chain, verify.q, verify.parents)
         own = self.next_proposal or DraftTokens()
-        return VerifyInput(self.slot, own.chain, parents=own.parents)
+        if self.draft is not None:
+            proposed, _ = self._in_process_proposal()
+            if not own.chain or not self.takes_trees:
+                return VerifyInput(self.slot, proposed.chain, proposed.q, proposed.parents)
+            both = merge_trees(proposed.tree, DraftTree(own.chain, own.parents), MAX_CHAIN)
+            own = DraftTokens(both.tokens, both.parents)
+        return VerifyInput(self.slot, own.chain, own.q, own.parents)
 
     def on_verify(self, message: Verify) -> None:
         """Sets its next round."""
-        self.pending_verify, self.next_proposal, self._proposed = message, None, None
+        self.next_proposal, self._proposed = DraftTokens(message.chain, message.parents, message.q), None
         self.ended = self.halting = False
         proposal = message.proposal
         self.autonomous, self.draft = message.autonomous, message.draft
@@ -242,7 +237,7 @@ class TargetRequest:
         if self._proposed is not None:
             draft, span = self._in_process_proposal()
             proposed = InProcessDraft(draft.chain, span, draft.parents)
-        self.pending_verify = self._proposed = None
+        self._proposed = None
         if not self.answers:  # includes the prompt's reading
             work = Span(self.opened_ns, work.ended_ns)
         self.max_tokens -= len(committed)
@@ -250,7 +245,9 @@ class TargetRequest:
             self.autonomous, self.ended = False, True
         if self.halting and not under_way:
             self.autonomous = self.halting = False
-        self.next_proposal = self._find_next(number, committed)
+        if not self.autonomous:
+            self.draft = None
+        self.next_proposal = DraftTokens() if self.autonomous else self._find_next(number, committed)
         idle = work.started_ns - self.answers[-1].work.ended_ns if self.answers else 0
         outcome = Outcome(
             request=self.request,
@@ -261,7 +258,7 @@ class TargetRequest:
             bonus=output.bonus,
             work=work,
             idle_ns=max(idle, 0),
-            next_proposal=DraftTokens() if self.autonomous else self.next_proposal,
+            next_proposal=self.next_proposal,
             path=output.path,
             rows=rows,
             peak_bytes=peak,
@@ -308,12 +305,7 @@ class TargetRequest:
     @property
     def needs_draft(self) -> bool:
         """True if its in-process drafter has to draft for its next round."""
-        return self.has_next and self._is_drafted and self._proposed is None
-
-    @property
-    def _is_drafted(self) -> bool:
-        """True if the in-process drafter proposes the next round."""
-        return self.draft is not None and (self.autonomous or self.pending_verify is not None)
+        return self.has_next and self.draft is not None and self._proposed is None
 
     def turn(self) -> DraftTurn:
         """Returns the turn of its in-process drafter, whose session opens the first time."""

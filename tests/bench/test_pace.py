@@ -9,6 +9,7 @@ import pytest
 
 from outrider.bench.timing import Latency
 from outrider.protocol.clock import SECOND_NS
+from outrider.protocol.messages import DraftTokens
 from outrider.target_worker.model_runner import InFlightForward
 from tools.simulation.pace import Pace, sleep_precisely
 from tools.simulation.paced_runner import PacedRunner
@@ -129,7 +130,7 @@ def test_forward_that_no_verify_asked_for_begins_when_the_one_before_it_ended(cl
     """As after a prompt, whose forwards are not paced, when the target continues by itself."""
     runner = PacedRunner(pace)
     runner._ended_ns = int(clock.now * SECOND_NS)
-    member = SimpleNamespace(answers=[None], pending_verify=None)
+    member = SimpleNamespace(answers=[SimpleNamespace(next_proposal=DraftTokens())])
     forward = SimpleNamespace(inputs=[SimpleNamespace(chain=())], commit=list)
     clock.now += 0.004
     runner.commit(InFlightForward(forward, (member,), (), (), int(clock.now * SECOND_NS)))

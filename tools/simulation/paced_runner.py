@@ -22,7 +22,7 @@ class PacedRunner(ModelRunner):
 
     def commit(self, flight: InFlightForward) -> list[VerifyOutput | OutriderError]:
         rounds = any(member.answers for member in flight.members)
-        was_asked = any(member.pending_verify is not None for member in flight.members)
+        was_asked = any(member.answers and member.answers[-1].next_proposal is None for member in flight.members)
         outputs = super().commit(flight)
         if rounds:
             rows = sum(len(input_.chain) + 1 for input_ in flight.forward.inputs)
