@@ -27,9 +27,9 @@ from outrider.protocol.worker_link import WorkerLink, end_with_parent
 from outrider.target_worker.rank_link import RANK_VARIABLE, LocalRanks
 
 if TYPE_CHECKING:
+    from outrider.drafters.heads.head import Head
     from outrider.engine.loading import LoadedModel
     from outrider.target_worker.ranks import RankLeader
-    from outrider.target_worker.target_request import FeaturePublisher
     from outrider.target_worker.worker import TargetWorker
 
     Load = Callable[[argparse.Namespace, RankLeader | None, WorkerLink], tuple[Hello, TargetWorker]]
@@ -56,14 +56,14 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     kv_cache = leader.open_shared_kv_cache(model) if leader is not None else None
     own, ngrams = (options.drafter, options.ngrams) if found.chains else ((), None)
     loaded = in_process_drafters.load(own, model, report, leader is None, ngrams=ngrams)
-    publisher, features, note = _publisher(options.publish_features, model, report, leader is None)
-    left_out = (*loaded.left_out, note) if publisher is not None and note else loaded.left_out
+    head, features, note = _remote_head(options.publish_features, model, report, leader is None)
+    left_out = (*loaded.left_out, note) if head is not None and note else loaded.left_out
     found = replace(found, ngrams=NGRAM in loaded.drafters, drafters=loaded.infos, left_out=left_out)
     notes = [f"drafting in this process with {info.model}" for info in loaded.infos]
     notes += [*loaded.left_out, *loaded.notes, note, leader.note if leader is not None else ""]
     drafters = in_process_drafters.InProcessDrafters(loaded.drafters)
     memory.set_limits(model.weight_bytes + drafters.weight_bytes)  # each load has set them for one model only
-    worker = TargetWorker(link, model, drafters, kv_cache, leader, publisher)
+    worker = TargetWorker(link, model, drafters, kv_cache, leader, head)
     if found.chains and not worker.verifies_trees:
         notes.append("drafts are verified as chains, not as trees")
     hello = Hello(
@@ -87,23 +87,22 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     return hello, worker
 
 
-def _publisher(
-    head: tuple[str, str] | None, model: LoadedModel, progress: Callable[[str], None], unsharded: bool
-) -> tuple[FeaturePublisher | None, str, str]:
-    """Returns the publisher of the features that a draft worker's `head` reads, given by its kind and folder, their
-    source, and a note. There is no publisher without a head, or for one that can't be used."""
-    if head is None:
+def _remote_head(
+    given: tuple[str, str] | None, model: LoadedModel, progress: Callable[[str], None], unsharded: bool
+) -> tuple[Head | None, str, str]:
+    """Returns the head of a draft worker, given by its kind and folder, whose features the target publishes, their
+    source, and a note. There is none if the head can't be used."""
+    if given is None:
         return None, "", ""
     from outrider.drafters.heads import load as heads
-    from outrider.target_worker.target_request import FeaturePublisher
 
-    kind, folder = head
+    kind, folder = given
     try:
         drafter = heads.load(kind, folder, model, progress, unsharded)
     except CannotDraft as error:
         return None, "", str(error)
     features = heads.feature_source(drafter.head, Path(folder), model.folder or Path())
-    return FeaturePublisher(drafter.head), features, drafter.note
+    return drafter.head, features, drafter.note
 
 
 def main(load: Load = load_worker) -> int:

@@ -2,9 +2,8 @@
 
 What it verifies comes from a VERIFY, a prepared chain, plain decoding or an in-process drafter.
 
-`FeaturePublisher` computes, in the target's forwards, the features that a head in another process reads. A request's
-`FeatureListener` collects them, and they are sent with its outcomes. A prompt's features are sent piece by piece, while
-the next piece is read.
+A request's `FeatureListener` collects the features that a head in another process reads; they are sent with its
+outcomes. A prompt's features are sent piece by piece, while the next piece is read.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import numpy as np
 from msgspec import structs
 
 from outrider.drafters.growth import Continuation
-from outrider.drafters.heads.head import Head
 from outrider.drafters.work_ahead import DraftTurn
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.verify import VerifyInput, VerifyOutput
@@ -55,19 +53,8 @@ FEATURES_TOO_LARGE_NOTE = (
 MAX_KEPT_OUTCOMES = 2  # the orchestrator may be one round behind if the target continues by itself
 
 
-class FeaturePublisher:
-    """Computes the features that `head` reads, in the target's forwards."""
-
-    def __init__(self, head: Head) -> None:
-        self.points, self._fuse, self.reach = head.points, head.fuse, head.reach
-
-    def fuse(self, rows: mx.array) -> mx.array:
-        """Implements `HiddenStateReader`."""
-        return self._fuse(rows).astype(mx.float16)
-
-
 class FeatureListener:
-    """Collects the features of one text's committed tokens; with `reach`, only the newest of each forward."""
+    """Collects the features of a text's committed tokens, in float16; with `reach`, only the newest of each forward."""
 
     def __init__(self, request: str, epoch: int, reach: int | None = None) -> None:
         self.fault = ""
@@ -79,6 +66,7 @@ class FeatureListener:
         """Adds features; an `engine.kv_cache.HiddenStatesListener`."""
         if self.fault:
             return
+        rows = rows.astype(mx.float16)
         surplus = rows.shape[0] - self._reach if self._reach is not None else 0
         self._features.append((position + surplus, rows[surplus:]) if surplus > 0 else (position, rows))
 

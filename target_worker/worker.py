@@ -16,6 +16,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
+from outrider.drafters.heads.head import Head
 from outrider.engine import memory
 from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS, CacheSlot, FlatKVCache, KVCache, KVLayout
 from outrider.engine.load_checks import measure_sequence_cost, open_kv_cache
@@ -44,12 +45,7 @@ from outrider.protocol.worker_link import WorkerLink, WorkerLoop
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.model_runner import ModelRunner, VerifyResult
 from outrider.target_worker.ranks import FORWARDS_PER_CACHE_CLEAR, RankLeader
-from outrider.target_worker.target_request import (
-    AwaitedPrefix,
-    FeatureListener,
-    FeaturePublisher,
-    TargetRequest,
-)
+from outrider.target_worker.target_request import AwaitedPrefix, FeatureListener, TargetRequest
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +116,8 @@ def _find_reader(running: TargetRequest, others: Iterable[TargetRequest]) -> Awa
 class TargetWorker(WorkerLoop[TargetRequest]):
     """Serves requests from `link` with `model` until SHUTDOWN.
 
-    `drafters` are in this process; `publisher`: sends features to a head in another process. For a sharded model,
-    `leader` leads the other ranks, and `kv_cache` is shared by all.
+    `drafters` are in this process; `remote_head` is in another one, and gets features. For a sharded model, `leader`
+    leads the other ranks, and `kv_cache` is shared by all.
     """
 
     _link: WorkerLink
@@ -133,7 +129,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         drafters: InProcessDrafters | None = None,
         kv_cache: KVCache | None = None,
         leader: RankLeader | None = None,
-        publisher: FeaturePublisher | None = None,
+        remote_head: Head | None = None,
     ) -> None:
         super().__init__(link, lambda: self._prefixes.cache.use)
         self._model = model
@@ -141,8 +137,8 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         self._kv_cache = kv_cache or open_kv_cache(model)
         self.runner = ModelRunner()
         self._drafters = drafters or InProcessDrafters({})
-        self._publisher = publisher
-        self._drafters.attach_heads(model, self._kv_cache, publisher)
+        self._remote_head = remote_head
+        self._drafters.attach_heads(model, self._kv_cache, remote_head)
         self._kv_layout = KVLayout.of(model.model, model.cpu) if isinstance(self._kv_cache, FlatKVCache) else None
         self._prefixes = PrefixReuse(PromptCache(measure_sequence_cost(self._kv_cache)), model.context_length)
         self._compiler = GrammarCompiler(model.folder)
@@ -257,8 +253,8 @@ class TargetWorker(WorkerLoop[TargetRequest]):
             sampling = replace(sampling, prompt_logprobs=None)  # they were sent with the first token
         slot = CacheSlot(self._model, self._kv_cache, tokens, sampling, self._constraint(message))
         listener = None
-        if self._publisher is not None and message.features:
-            listener = FeatureListener(message.request, message.epoch, self._publisher.reach)
+        if self._remote_head is not None and message.features:
+            listener = FeatureListener(message.request, message.epoch, self._remote_head.reach)
         sessions = self._drafters.make_session_openers(
             slot,
             message.sampling,

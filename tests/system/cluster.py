@@ -46,7 +46,6 @@ from outrider.target_worker.in_process_drafters import (
     InProcessModel,
     InProcessProposer,
 )
-from outrider.target_worker.target_request import FeaturePublisher
 from outrider.target_worker.worker import TargetWorker
 from tests.harness.settings import round_settings
 from tests.honest import HonestWorkers
@@ -196,8 +195,7 @@ class Cluster(HonestWorkers):
         if self._own_head is not None:
             found["head"] = HeadDrafter(self._own_head, self._model.vocab_size)
         own = InProcessDrafters(found)
-        publisher = FeaturePublisher(self._head) if self._head is not None else None
-        return TargetWorker(self._target_link, self._model, drafters=own, publisher=publisher)  # type: ignore[arg-type]
+        return TargetWorker(self._target_link, self._model, drafters=own, remote_head=self._head)  # type: ignore[arg-type]
 
     def _new_drafter(self) -> DraftWorker | None:
         self._draft_link = self._new_link("draft-0")

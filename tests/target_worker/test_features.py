@@ -11,7 +11,7 @@ from outrider.target_worker.target_request import FeatureListener
 
 def test_features_of_a_long_prompt_are_sent_in_pieces_without_gaps() -> None:
     listener = FeatureListener("r", 0)
-    rows = np.arange(2 * MAX_PIECE_BYTES // 400 * 100, dtype=np.float32).reshape(-1, 100) % 1000
+    rows = np.arange(2 * MAX_PIECE_BYTES // 200 * 100, dtype=np.float32).reshape(-1, 100) % 1000
     listener.on_features(7, mx.array(rows[:-1]))
     listener.on_features(7 + len(rows) - 1, mx.array(rows[-1:]))
     pieces = listener.take()
