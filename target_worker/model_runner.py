@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from outrider.engine.forward_cost import DECAY, ForwardCost
 from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS
@@ -54,6 +55,10 @@ class ChunkedPrefill:
         return int(min(max(min(fits, MAX_CHUNK_GROWTH * self.last), MIN_CHUNK_TOKENS), PREFILL_CHUNK_TOKENS))
 
 
+Output = VerifyOutput | OutriderError | None
+"""What a request's part of a forward gave; None: a piece of a prompt was read."""
+
+
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
     """A forward's result for one request: its output, or an error."""
@@ -65,17 +70,34 @@ class VerifyResult:
 
 
 @dataclass(frozen=True, slots=True)
-class InFlightForward:
-    """A forward under way. `members`: the requests of its inputs, in order; `readers` read a piece of their prompts.
+class ForwardPart:
+    """What one request feeds in a forward; `fed`: how many of its tokens had been fed before."""
 
-    `fed`: how many tokens of each text had been fed before, members first. `begun_ns` 0: it began after another one.
+    request: TargetRequest
+    feeds: VerifyInput | PrefillChunk
+    fed: int
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightForward:
+    """A forward under way, or why it could not begin. `parts`: what verifies, then pieces of prompts.
+
+    `begun_ns` 0: it began after another one.
     """
 
-    forward: BatchForward
-    members: tuple[TargetRequest, ...]
-    readers: tuple[TargetRequest, ...]
-    fed: tuple[int, ...]
+    forward: BatchForward | OutriderError
+    parts: tuple[ForwardPart, ...]
     begun_ns: int
+
+    @property
+    def members(self) -> list[TargetRequest]:
+        """The requests that verify."""
+        return [part.request for part in self.parts if isinstance(part.feeds, VerifyInput)]
+
+    @property
+    def readers(self) -> list[TargetRequest]:
+        """The requests that read a piece of their prompts."""
+        return [part.request for part in self.parts if isinstance(part.feeds, PrefillChunk)]
 
 
 class ModelRunner:
@@ -108,42 +130,26 @@ class ModelRunner:
             return failed, []
         alone = self._flight is None
         self._flight = None
-        if alone and flight.forward.is_plain and self._followers(flight, running):
+        if alone and self._followers(flight, running):
             self._flight = flight  # read once the next forward has begun
             return failed, []
-        settled = failed + self._settle(flight, running)
-        return settled, list(flight.readers)
+        return failed + self._settle(flight, running), flight.readers
 
     def _begin_next(self, running: Collection[TargetRequest], failed: list[VerifyResult]) -> InFlightForward | None:
         """Begins a forward over all requests with something to feed; appends failed requests to `failed`."""
-        pairs, started_ns = [], clock.now()
+        parts, started_ns = list[ForwardPart](), clock.now()
         draft_together([request for request in running if request.needs_draft])
         for request in running:
             if not request.has_next or request.needs_draft:  # its drafter has not read the text yet
                 continue
             try:
-                pairs.append((request, request.next_input()))
+                parts.append(ForwardPart(request, request.next_input(), request.slot.fed))
             except OutriderError as error:
                 failed.append(VerifyResult(request, error, Span(started_ns, clock.now()), 0))
-        chunks = self._plan_chunks(running, _count_rows(input_ for _, input_ in pairs))
-        parts: list[tuple[TargetRequest, VerifyInput | PrefillChunk]] = [*pairs, *chunks]
-        if not parts:
-            return None
-        fed = [request.slot.fed for request, _ in parts]
-        flight = _launch(pairs, chunks, clock.now())
-        if isinstance(flight, InFlightForward):
-            return flight
-        if not _can_run_alone([part for _, part in parts]):
-            failed.append(VerifyResult(parts[0][0], flight, Span(started_ns, clock.now()), 0))
-            return None
-        for (request, part), length in zip(parts, fed, strict=True):
-            output = _run_alone(part, length)
-            if output is not None:
-                rows = int(isinstance(part, VerifyInput))
-                failed.append(VerifyResult(request, output, Span(started_ns, clock.now()), rows))
-        return None
+        parts += self._plan_chunks(running, count_rows(parts))
+        return _launch(parts, clock.now()) if parts else None
 
-    def _plan_chunks(self, running: Collection[TargetRequest], rows: int) -> list[tuple[TargetRequest, PrefillChunk]]:
+    def _plan_chunks(self, running: Collection[TargetRequest], rows: int) -> list[ForwardPart]:
         """Returns the next pieces of prompts, next to `rows` of other requests, first come first served.
 
         With more prompts than decoding requests, prompts come first: the sooner all decode together, the fewer forwards
@@ -151,111 +157,110 @@ class ModelRunner:
         """
         readers = [request for request in running if request.can_read]
         decoding = sum(not request.unread and not request.is_closed for request in running)
-        room, chunks = PREFILL_CHUNK_TOKENS, []
+        budget, chunks = PREFILL_CHUNK_TOKENS, list[ForwardPart]()
         if len(readers) <= decoding:
-            room = self._chunked_prefill.budget(len(readers), decoding, rows)
+            budget = self._chunked_prefill.budget(len(readers), decoding, rows)
+        room = budget
         for request in readers:
             limit = MAX_LOGPROB_TOKENS if request.wants_prompt_logprobs else room
             count = min(request.unread, room, limit)
             if count:
-                chunks.append((request, PrefillChunk(request.slot, count)))
+                chunks.append(ForwardPart(request, PrefillChunk(request.slot, count), request.slot.fed))
                 room -= count
-        self._chunked_prefill.last = sum(chunk.count for _, chunk in chunks)
+        self._chunked_prefill.last = budget - room
         return chunks
 
     def _followers(self, flight: InFlightForward, running: Collection[TargetRequest]) -> list[TargetRequest]:
-        """Returns the members of a plain forward that continue plainly, if no other request has tokens to feed."""
-        members = set(flight.members)
-        others = any((r.has_next or r.can_read) and r not in members for r in running)
-        if others or not all(member.slot.sequence.has_free_marks for member in flight.members):
+        """Returns the members that continue plainly after a plain forward, if no other request has tokens to feed."""
+        members, forward = flight.members, flight.forward
+        if not isinstance(forward, BatchForward) or not forward.is_plain:
             return []
-        return [member for member in flight.members if member.decodes_plainly]
+        others = any((r.has_next or r.can_read) and r not in members for r in running)
+        if others or not all(member.slot.sequence.has_free_marks for member in members):
+            return []
+        return [member for member in members if member.decodes_plainly]
 
-    def commit(self, flight: InFlightForward) -> list[VerifyOutput | OutriderError]:
-        """Waits until the forward has ended, and returns the output of each of its inputs, or the error of all."""
+    def commit(self, flight: InFlightForward) -> list[Output]:
+        """Waits until the forward has ended, and returns the output of each of its parts, or the error of all."""
+        if isinstance(flight.forward, OutriderError):
+            return [flight.forward] * len(flight.parts)
         try:
             with wrap_model_errors("the target's forward"):
-                return flight.forward.commit()
+                return [*flight.forward.commit(), *[None] * len(flight.readers)]
         except OutriderError as error:
-            return [error] * len(flight.forward.inputs)
+            return [error] * len(flight.parts)
 
     def _settle(self, flight: InFlightForward, running: Collection[TargetRequest]) -> list[VerifyResult]:
-        forward = flight.forward
         begun_ns = flight.begun_ns or self._ended_ns
-        followers = self._followers(flight, running) if forward.is_plain else []
-        after = _launch([(m, VerifyInput(m.slot)) for m in followers], [], 0, forward) if followers else None
+        followers = self._followers(flight, running)
+        steps = [ForwardPart(follower, VerifyInput(follower.slot), follower.slot.fed) for follower in followers]
+        after = _launch(steps, 0, cast(BatchForward, flight.forward)) if steps else None
         outputs = self.commit(flight)
-        if any(isinstance(output, OutriderError) for output in (*outputs, after)):
-            outputs = _retry_failed(flight, outputs)
+        if any(isinstance(output, OutriderError) for output in (*outputs, after and after.forward)):
+            outputs = _retry_failed(flight.parts, outputs)
             for follower in followers:  # their next steps failed, or began after one that failed, so they are repeated
                 follower.slot.sequence.roll_back(len(follower.slot.tokens) - 1)
-        elif isinstance(after, InFlightForward):
+        else:
             self._flight = after
         self._ended_ns = clock.now()
-        work = Span(begun_ns, self._ended_ns)
-        self._rows = _count_rows(forward.inputs)
-        took_ms = (self._ended_ns - begun_ns) / clock.MILLISECOND_NS
-        self._chunked_prefill.observe(len(forward.inputs), self._rows, forward.rows, took_ms)
+        work, rows = Span(begun_ns, self._ended_ns), 1
+        if isinstance(flight.forward, BatchForward):
+            self._rows, rows = count_rows(flight.parts), flight.forward.rows
+            self._chunked_prefill.observe(len(flight.members), self._rows, rows, work.milliseconds)
         return [
-            VerifyResult(member, output, work, forward.rows)
-            for member, output in zip(flight.members, outputs, strict=True)
+            VerifyResult(part.request, output, work, rows)
+            for part, output in zip(flight.parts, outputs, strict=True)
+            if output is not None
         ]
 
 
-def _launch(
-    pairs: Sequence[tuple[TargetRequest, VerifyInput]],
-    chunks: Sequence[tuple[TargetRequest, PrefillChunk]],
-    begun_ns: int,
-    after: BatchForward | None = None,
-) -> InFlightForward | OutriderError:
+def _launch(parts: Sequence[ForwardPart], begun_ns: int, after: BatchForward | None = None) -> InFlightForward:
     """Begins a forward. If it fails, some of the texts may have been fed."""
-    members, readers = tuple(member for member, _ in pairs), tuple(reader for reader, _ in chunks)
-    fed = tuple(request.slot.fed for request in (*members, *readers))
+    chunks = [part.feeds for part in parts if isinstance(part.feeds, PrefillChunk)]
+    forward: BatchForward | OutriderError
     try:
         with wrap_model_errors("the target's forward"):
-            forward = begin_forward([input_ for _, input_ in pairs], [chunk for _, chunk in chunks], after)
+            forward = begin_forward(_inputs(parts), chunks, after)
     except OutriderError as error:
-        return error
-    return InFlightForward(forward, members, readers, fed, begun_ns)
+        forward = error
+    return InFlightForward(forward, tuple(parts), begun_ns)
 
 
-def _retry_failed(
-    flight: InFlightForward, outputs: Sequence[VerifyOutput | OutriderError]
-) -> list[VerifyOutput | OutriderError]:
-    """Repeats each failed request alone: another request, or a token of its draft, may have caused the failure."""
-    inputs = flight.forward.inputs
-    if not flight.readers and not _can_run_alone(inputs):
+def _retry_failed(parts: Sequence[ForwardPart], outputs: Sequence[Output]) -> list[Output]:
+    """Repeats each failed part alone: another request, or a token of its draft, may have caused the failure."""
+    if len(parts) == 1 and not _has_draft(parts[0].feeds):
         return list(outputs)
     return [
-        (_run_alone(input_, fed) or output) if isinstance(output, OutriderError) and not member.is_closed else output
-        for member, input_, fed, output in zip(flight.members, inputs, flight.fed, outputs, strict=False)
+        _run_alone(part.feeds, part.fed) if isinstance(output, OutriderError) and not part.request.is_closed else output
+        for part, output in zip(parts, outputs, strict=True)
     ]
 
 
-def _can_run_alone(parts: Sequence[VerifyInput | PrefillChunk]) -> bool:
-    """Returns whether running each part alone differs from the forward over all of them."""
-    return len(parts) > 1 or any(isinstance(part, VerifyInput) and part.chain for part in parts)
+def _run_alone(feeds: VerifyInput | PrefillChunk, fed: int) -> Output:
+    """Returns the output of a forward over one text only; without its draft if the model fails on that.
 
-
-def _run_alone(part: VerifyInput | PrefillChunk, fed: int) -> VerifyOutput | OutriderError | None:
-    """Returns the output of a forward over one text only, or its error; without its draft if the model fails on that.
-
-    `fed`: how many of its tokens had been fed before. None: it has read a piece of a prompt.
+    `fed`: how many of its tokens had been fed before.
     """
-    output: VerifyOutput | OutriderError | None = None
+    output: Output = None
     try:
         with wrap_model_errors("the target's forward"):
-            part.slot.sequence.roll_back(fed)
-            if isinstance(part, VerifyInput):
-                output = begin_forward([part]).commit()[0]
+            feeds.slot.sequence.roll_back(fed)
+            if isinstance(feeds, VerifyInput):
+                output = begin_forward([feeds]).commit()[0]
             else:
-                begin_forward([], [part]).commit()
+                begin_forward([], [feeds]).commit()
     except OutriderError as error:
         output = error
-    if isinstance(output, ModelFault) and isinstance(part, VerifyInput) and part.chain:
-        return _run_alone(VerifyInput(part.slot), fed)
-    return output
+    return _run_alone(VerifyInput(feeds.slot), fed) if isinstance(output, ModelFault) and _has_draft(feeds) else output
 
 
-def _count_rows(inputs: Iterable[VerifyInput]) -> int:
-    return sum(len(input_.chain) + 1 for input_ in inputs)
+def _has_draft(feeds: VerifyInput | PrefillChunk) -> bool:
+    return isinstance(feeds, VerifyInput) and bool(feeds.chain)
+
+
+def _inputs(parts: Iterable[ForwardPart]) -> list[VerifyInput]:
+    return [part.feeds for part in parts if isinstance(part.feeds, VerifyInput)]
+
+
+def count_rows(parts: Iterable[ForwardPart]) -> int:
+    return sum(len(input_.chain) + 1 for input_ in _inputs(parts))

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.bench.timing import Latency
+from outrider.engine.verify import VerifyInput
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.messages import DraftTokens
-from outrider.target_worker.model_runner import InFlightForward
+from outrider.target_worker.model_runner import ForwardPart, InFlightForward
 from tools.simulation.pace import Pace, sleep_precisely
 from tools.simulation.paced_runner import PacedRunner
 from tools.simulation.profile import TIMES_NOT_KEPT
@@ -131,7 +132,8 @@ def test_forward_that_no_verify_asked_for_begins_when_the_one_before_it_ended(cl
     runner = PacedRunner(pace)
     runner._ended_ns = int(clock.now * SECOND_NS)
     member = SimpleNamespace(answers=[SimpleNamespace(next_proposal=DraftTokens())])
-    forward = SimpleNamespace(inputs=[SimpleNamespace(chain=())], commit=list)
+    forward = SimpleNamespace(commit=lambda: [None])
     clock.now += 0.004
-    runner.commit(InFlightForward(forward, (member,), (), (), int(clock.now * SECOND_NS)))
+    parts = (ForwardPart(member, VerifyInput(None), 0),)  # type: ignore[arg-type]
+    runner.commit(InFlightForward(forward, parts, int(clock.now * SECOND_NS)))
     assert clock.now == pytest.approx(100.010) and not reports

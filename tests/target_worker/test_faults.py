@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from mlx_lm.models import qwen3_next
 from msgspec.structs import replace as replace_struct
 
 from outrider.engine.loading import LoadedModel, load
+from outrider.engine.verify import BatchForward, PrefillChunk, begin_forward
 from outrider.protocol.messages import Abilities, Autonomous, DraftTokens, Fault, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker import model_runner
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.system.markov import Markov, markov
@@ -160,3 +162,34 @@ def test_failed_plain_round_ends_only_its_own_request(
     assert ("doomed", 4) in {(vars(record).get("request"), vars(record).get("round")) for record in caplog.records}
     assert "NaN or infinite" in found[-1].message if fault is None else type(fault).__name__ in found[-1].message
     assert len(answered(worker, link, [Verify("sound", 0, 1, 2, Autonomous(2))])) == 2
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
+def test_piece_of_a_prompt_whose_forward_fails_at_its_end_does_not_count_as_read(
+    beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU reports a failure only when a forward is read; the keys and values that it wrote are then anything."""
+    link = FakeLink("target-0", deque())
+    worker = TargetWorker(link, markov(TABLE))  # type: ignore[arg-type]
+    if beside:
+        answered(worker, link, [asked("decoding", [1])])
+    begun, fails = list[int](), iter([True])
+
+    def begin(inputs: Any, chunks: Sequence[PrefillChunk] = (), after: Any = None) -> BatchForward:
+        begun.extend(chunk.slot.fed for chunk in chunks)
+        return begin_forward(inputs, chunks, after)
+
+    def commit(forward: BatchForward) -> Any:
+        if begun and next(fails, False):
+            raise RuntimeError("Command buffer execution failed")
+        return read(forward)
+
+    read = BatchForward.commit
+    monkeypatch.setattr(model_runner, "begin_forward", begin)
+    monkeypatch.setattr(BatchForward, "commit", commit)
+    found = answered(worker, link, [asked("reading", [1, 2, 3]), *([Verify("decoding", 0, 1, 2)] if beside else [])])
+    if beside:
+        assert not faults(found) and {answer.request for answer in found} == {"decoding", "reading"}
+        assert begun == [0, 0]
+    else:
+        assert "Command buffer" in faults(found)["reading"]

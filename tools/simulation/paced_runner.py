@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.engine.verify import VerifyOutput
 from outrider.protocol.clock import SECOND_NS
-from outrider.protocol.errors import OutriderError
-from outrider.target_worker.model_runner import InFlightForward, ModelRunner
+from outrider.target_worker.model_runner import InFlightForward, ModelRunner, Output, count_rows
 from tools.simulation.pace import Pace
 
 
@@ -20,12 +18,12 @@ class PacedRunner(ModelRunner):
         super().__init__()
         self._pace = pace
 
-    def commit(self, flight: InFlightForward) -> list[VerifyOutput | OutriderError]:
+    def commit(self, flight: InFlightForward) -> list[Output]:
         rounds = any(member.answers for member in flight.members)
         was_asked = any(member.answers and member.answers[-1].next_proposal is None for member in flight.members)
         outputs = super().commit(flight)
         if rounds:
-            rows = sum(len(input_.chain) + 1 for input_ in flight.forward.inputs)
+            rows = count_rows(flight.parts)
             self._pace.end(rows, (flight.begun_ns if was_asked else self._ended_ns) / SECOND_NS)
             self._pace.wait()
         return outputs
