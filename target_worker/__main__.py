@@ -55,13 +55,12 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     found = probe_abilities(model)
     kv_cache = leader.open_shared_kv_cache(model) if leader is not None else None
     own, ngrams = (options.drafter, options.ngrams) if found.chains else ((), None)
-    loaded = in_process_drafters.load(own, model, report, leader is None, ngrams=ngrams)
+    drafters = in_process_drafters.load(own, model, report, leader is None, ngrams=ngrams)
     head, features, note = _remote_head(options.publish_features, model, report, leader is None)
-    left_out = (*loaded.left_out, note) if head is not None and note else loaded.left_out
-    found = replace(found, ngrams=NGRAM in loaded.drafters, drafters=loaded.infos, left_out=left_out)
-    notes = [f"drafting in this process with {info.model}" for info in loaded.infos]
-    notes += [*loaded.left_out, *loaded.notes, note, leader.note if leader is not None else ""]
-    drafters = in_process_drafters.InProcessDrafters(loaded.drafters)
+    left_out = (*drafters.left_out, note) if head is not None and note else drafters.left_out
+    found = replace(found, ngrams=NGRAM in drafters.drafters, drafters=drafters.infos, left_out=left_out)
+    notes = [f"drafting in this process with {info.model}" for info in drafters.infos]
+    notes += [*drafters.left_out, *drafters.notes, note, leader.note if leader is not None else ""]
     memory.set_limits(model.weight_bytes + drafters.weight_bytes)  # each load has set them for one model only
     worker = TargetWorker(link, model, drafters, kv_cache, leader, head)
     if found.chains and not worker.verifies_trees:

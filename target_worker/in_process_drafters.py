@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import mlx.core as mx
 
@@ -113,20 +113,30 @@ class InProcessModel:
 InProcessProposer = InProcessModel | HeadDrafter | NgramDrafter
 
 
+@dataclass(eq=False)
 class InProcessDrafters:
-    """Any number of drafters, by name. The first one drafts if a round names none."""
+    """Any number of drafters, by name. The first one drafts if a round names none.
 
-    def __init__(self, drafters: Mapping[str, InProcessProposer]) -> None:
-        self._drafters = dict(drafters)
-        self._heads = {
+    `infos` describe them to the orchestrator; `left_out`: a sentence for each that was left out or is weak; `notes`:
+    the others' own.
+    """
+
+    drafters: Mapping[str, InProcessProposer]
+    infos: tuple[workers.InProcessDrafter, ...] = ()
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def _heads(self) -> dict[str, HeadDrafter]:
+        return {
             name: own
-            for name, own in drafters.items()
+            for name, own in self.drafters.items()
             if isinstance(own, HeadDrafter) and not isinstance(own, ExitDrafter)
         }
 
     @property
     def weight_bytes(self) -> int:
-        return sum(proposer.weight_bytes for proposer in self._drafters.values())
+        return sum(proposer.weight_bytes for proposer in self.drafters.values())
 
     @property
     def cost(self) -> KvCost:
@@ -164,7 +174,7 @@ class InProcessDrafters:
         if drafts:
             slot.usable_cached_tokens = partial(_usable_prefix_length, slot, list(drafts.values()))
         sessions: dict[str, Callable[[], DraftSession]] = {}
-        for name, proposer in self._drafters.items():
+        for name, proposer in self.drafters.items():
             match proposer:
                 case InProcessModel():
                     sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, constraint())
@@ -190,7 +200,7 @@ class InProcessDrafters:
 
     @property
     def _caches(self) -> list[PromptCache]:
-        return [own.prompt_cache for own in self._drafters.values() if not isinstance(own, NgramDrafter)]
+        return [own.prompt_cache for own in self.drafters.values() if not isinstance(own, NgramDrafter)]
 
     def _pass_features(self, listeners: Sequence[HiddenStatesListener], position: int, features: mx.array) -> None:
         """Passes each reader's features to its listener; the other reader, which is last, may have none."""
@@ -206,23 +216,13 @@ def _usable_prefix_length(slot: CacheSlot, drafts: Sequence[HeadDraft], length: 
     return length
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedDrafters:
-    """The loaded drafters by name, a sentence for each that was left out or is weak, and the others' own notes."""
-
-    drafters: Mapping[str, InProcessProposer]
-    infos: tuple[workers.InProcessDrafter, ...] = ()
-    left_out: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
 def load(
     wanted: Sequence[tuple[str, str]],
     model: LoadedModel,
     progress: Callable[[str], None],
     unsharded: bool,
     ngrams: str | None = None,
-) -> LoadedDrafters:
+) -> InProcessDrafters:
     """Loads drafters, each a kind (`DRAFT_MODEL` or one of `protocol.heads.HEAD_KINDS`) with the folder of its files.
 
     `unsharded`: the whole model is in this process (see `drafters.heads.load`). `ngrams`: the file of a table of
@@ -254,7 +254,7 @@ def load(
             drafters[NGRAM] = NgramDrafter(NgramTable.load(ngrams) if ngrams else None)
         except OutriderError as error:
             left_out.append(str(error))
-    return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(notes))
+    return InProcessDrafters(drafters, tuple(infos), tuple(left_out), tuple(notes))
 
 
 def _relative_cost(drafter: InProcessModel | HeadDrafter, model: LoadedModel) -> float:
