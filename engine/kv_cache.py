@@ -159,13 +159,27 @@ class ModelRows(FlatRows):
             self._lm_head_indices.rows = None
         return logits if rows is None or self._lm_head_indices.passed else mx.take(logits, rows, axis=0)
 
-    def _run_with_taps(self, call: Callable[[], mx.array], feeds: Sequence[Feed]) -> mx.array:
-        """Runs a forward over `feeds`, passes on their hidden states, and returns its logits."""
-        hidden = self._hidden_states
-        logits = call() if hidden is None else hidden.forward(call, [(feed.count, feed.hidden) for feed in feeds])
-        for feed in feeds:
+    def forward(self, feeds: Sequence[Feed]) -> mx.array:
+        """Implements `KVCache.forward`, in one forward over all texts."""
+        order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].sequence.row))
+        fed = [feeds[i] for i in order]
+        segments = [_segment(feed) for feed in fed]
+        indices = self._logits_indices(feeds, order, segments)
+        wide, hidden = all(feed.all_cores or feed.prompt for feed in fed), self._hidden_states
+        call = partial(self.run, [feed.tokens for feed in fed], segments, indices, wide)
+        logits = call() if hidden is None else hidden.forward(call, [(feed.count, feed.hidden) for feed in fed])
+        for feed in fed:
             feed.sequence.length += feed.count
         return logits
+
+    def _logits_indices(
+        self, feeds: Sequence[Feed], order: Sequence[int], segments: Sequence[Segment]
+    ) -> list[int] | None:
+        """Returns the indices of `Feed.num_logits` in the flat row, feed after feed; None: all, in this order."""
+        if list(order) == list(range(len(feeds))) and all(feed.num_logits == feed.count for feed in feeds):
+            return None
+        ends = dict(zip(order, accumulate(segment.count for segment in segments), strict=True))
+        return [row for i, feed in enumerate(feeds) for row in range(ends[i] - feed.num_logits, ends[i])]
 
 
 class FlatKVCache(ModelRows):
@@ -176,14 +190,6 @@ class FlatKVCache(ModelRows):
         super().__init__(model, cpu)
         self._lm_head_indices, self.trees = hidden_states.install_lm_head(model), trees
 
-    def forward(self, feeds: Sequence[Feed]) -> mx.array:
-        order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].sequence.row))
-        fed = [feeds[i] for i in order]
-        segments = [_segment(feed) for feed in fed]
-        indices = self._logits_indices(feeds, order, segments)
-        wide = all(feed.all_cores or feed.prompt for feed in fed)
-        return self._run_with_taps(partial(self.run, [feed.tokens for feed in fed], segments, indices, wide), fed)
-
     def first(self, layers: FirstLayers, feeds: Sequence[Feed]) -> mx.array:
         """Feeds texts, in the order of their rows, to the model's first layers; returns hidden states [T, D]. Lazy."""
         tokens, segments = [feed.tokens for feed in feeds], [_segment(feed) for feed in feeds]
@@ -191,15 +197,6 @@ class FlatKVCache(ModelRows):
         for feed in feeds:
             feed.sequence.length += feed.count
         return rows
-
-    def _logits_indices(
-        self, feeds: Sequence[Feed], order: Sequence[int], segments: Sequence[Segment]
-    ) -> list[int] | None:
-        """Returns the indices of `Feed.num_logits` in the flat row, feed after feed; None: all, in this order."""
-        if list(order) == list(range(len(feeds))) and all(feed.num_logits == feed.count for feed in feeds):
-            return None
-        ends = dict(zip(order, accumulate(segment.count for segment in segments), strict=True))
-        return [row for i, feed in enumerate(feeds) for row in range(ends[i] - feed.num_logits, ends[i])]
 
 
 def _copy_state(leaf: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -299,9 +296,9 @@ class SeparateKVCache(ModelRows):
         parts = []
         for feed in feeds:
             self._caches = feed.sequence.caches
-            logits = self._run_with_taps(partial(self.run, [feed.tokens], [_segment(feed)]), [feed])
+            logits = super().forward([feed])
             if feed.num_logits:
-                parts.append(logits[-feed.num_logits :])
+                parts.append(logits)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts) if parts else mx.zeros((0, 1))
 
     def state(self) -> list[Any]:
