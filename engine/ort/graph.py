@@ -107,7 +107,10 @@ class Affine:
 
 @dataclass
 class Builder:
-    """A graph under construction. `per_token`: see `_per_token`; `rotated`: its rounded inputs and their scales."""
+    """A graph under construction. Nodes may be added twice: ONNX Runtime computes equal ones once.
+
+    `per_token`: see `_per_token`.
+    """
 
     nodes: list[Any] = field(default_factory=list)
     weights: dict[str, Array] = field(default_factory=dict)
@@ -117,8 +120,6 @@ class Builder:
     exact: bool = False
     per_token: bool = False
     biases: dict[str, tuple[Array, Array]] = field(default_factory=dict)
-    rotated: dict[str, tuple[str, str]] = field(default_factory=dict)
-    sums: dict[str, str] = field(default_factory=dict)
     node_count: int = 0
 
     def op(self, kind: str, *inputs: str, outputs: Sequence[str] | None = None, **attributes: Any) -> Any:
@@ -207,25 +208,20 @@ class Builder:
         scales = np.abs(rotated).max(axis=1) / _MAX_LEVEL
         levels = np.rint(rotated / np.where(scales == 0, 1, scales)[:, None]).astype(np.int8)
         step, middle = self.constant("step", 1 / _MAX_LEVEL), self.constant("middle", np.uint8(128))
-        if x not in self.rotated:
-            matrix = self.constant(f"hadamard_{block}", _rotate(np.eye(block, dtype=np.float32), block))
-            turned = self.op("MatMul", self.op("Reshape", x, self.ints(-1, block)), matrix)
-            turned = self.op("Reshape", turned, self.ints(-1, weights.shape[1]))
-            largest = self.op("ReduceMax", self.op("Abs", turned), self.ints(-1), keepdims=1)
-            self.rotated[x] = self.op("QuantizeLinear", self.op("Div", turned, largest), step, middle), largest
-        rounded, largest = self.rotated[x]
+        matrix = self.constant(f"hadamard_{block}", _rotate(np.eye(block, dtype=np.float32), block))
+        turned = self.op("MatMul", self.op("Reshape", x, self.ints(-1, block)), matrix)
+        turned = self.op("Reshape", turned, self.ints(-1, weights.shape[1]))
+        largest = self.op("ReduceMax", self.op("Abs", turned), self.ints(-1), keepdims=1)
+        rounded = self.op("QuantizeLinear", self.op("Div", turned, largest), step, middle)
         product = self.op("MatMulIntegerToFloat", rounded, self.weight(levels.T), step, self.weight(scales), middle)
         return str(self.op("Mul", product, largest))
 
     def _with_sums(self, x: str, depth: int, group: int, digits: int) -> str:
         """Adds x [R, K] followed by the sums of its groups, once for each digit; all but the last are whole groups."""
-        key = f"{x}_{group}_{digits}"
-        if key not in self.sums:
-            count = depth // group
-            sums = self.op("ReduceSum", self.op("Reshape", x, self.ints(-1, count, group)), self.ints(2), keepdims=0)
-            padded = [self.op("Pad", sums, self.ints(0, 0, 0, -count % group)) for _ in range(digits - 1)]
-            self.sums[key] = str(self.op("Concat", x, *padded, sums, axis=-1))
-        return self.sums[key]
+        count = depth // group
+        sums = self.op("ReduceSum", self.op("Reshape", x, self.ints(-1, count, group)), self.ints(2), keepdims=0)
+        padded = [self.op("Pad", sums, self.ints(0, 0, 0, -count % group)) for _ in range(digits - 1)]
+        return str(self.op("Concat", x, *padded, sums, axis=-1))
 
     def norm(self, x: str, layer: nn.Module) -> str:
         weight, eps = _norm_parameters(layer)
