@@ -249,7 +249,7 @@ class FlatCache:
         only_segment, window = self._frame.only_segment, window_size or self._window
         if only_segment is None:
             return WindowMask(window, causal)
-        if isinstance(only_segment, NodeSegment):
+        if isinstance(only_segment, NodeSegment):  # its tokens don't see just the columns up to their own
             return self._frame.mask(only_segment, WindowMask(window, causal), return_array)
         window = window if window is not None and only_segment.end > window else None  # else it covers the text
         return create_attention_mask(n, offset=only_segment.start, return_array=return_array, window_size=window)
