@@ -361,22 +361,20 @@ class Tree:
 
     def _lazy_tokens(self, parents: Sequence[int], ids: Sequence[int | None]) -> mx.array:
         """Returns the tokens to feed, [R]; those not yet read stay on the device."""
-        lazy = [self._nodes[parent] for parent, token in zip(parents, ids, strict=True) if token is None]
-        steps = {id(node.step): node.step for node in lazy}
-        if len(steps) == 1 and len(lazy) == len(ids):
-            chosen = lazy[0].step.chosen()
-            rows = [node.row for node in lazy]
-            return chosen if rows == list(range(chosen.shape[0])) else chosen[mx.array(rows)]
-        # One array to index: the known tokens, then every step's choices.
-        pool, begins, end = [mx.array([token or 0 for token in ids], dtype=mx.int32)], {}, len(ids)
-        for key, step in steps.items():
-            pool.append(step.chosen())
-            begins[key], end = end, end + pool[-1].shape[0]
-        picks, rest = [], iter(lazy)
-        for row, token in enumerate(ids):
-            node = next(rest) if token is None else None
-            picks.append(row if node is None else begins[id(node.step)] + node.row)
-        return mx.concatenate(pool)[mx.array(picks)]
+        known = [token for token in ids if token is not None]
+        pool, begins, end = [mx.array(known, mx.int32)] if known else [], dict[int, int](), len(known)
+        picks, places = [], iter(range(end))
+        for parent, token in zip(parents, ids, strict=True):
+            if token is not None:
+                picks.append(next(places))
+                continue
+            node = self._nodes[parent]
+            if id(node.step) not in begins:
+                pool.append(node.step.chosen())
+                begins[id(node.step)], end = end, end + pool[-1].shape[0]
+            picks.append(begins[id(node.step)] + node.row)
+        joined = pool[0] if len(pool) == 1 else mx.concatenate(pool)
+        return joined if picks == list(range(end)) else joined[mx.array(picks)]
 
     def _histories(self, parents: Sequence[int], ids: list[int | None]) -> list[list[int]]:
         """Returns the history of each row, for penalties and grammars; lazy tokens are read into `ids`."""
