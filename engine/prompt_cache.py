@@ -132,7 +132,7 @@ class PromptCache:
         return CachedPrefix(entry.saved, length)
 
     def wants(self, tokens: Sequence[int]) -> bool:
-        """Returns whether `keep` would make an entry of a text with these tokens."""
+        """Returns whether `store` would make an entry of a text with these tokens."""
         if len(tokens) < MIN_PREFIX_TOKENS or not 0 < self.cost.of(len(tokens)) <= self._limit:
             return False
         known = np.array(tokens, np.int32)
@@ -141,18 +141,16 @@ class PromptCache:
         )
 
     def store(self, tokens: Sequence[int], copy: Callable[[int], SavedPrefix]) -> None:
-        """Makes an entry of a text with these tokens if it is wanted. `copy` copies the state after so many tokens; if
-        that fails, as without memory, there is no entry."""
+        """Makes an entry of a text with these tokens, unless another entry has all of them. `copy` copies the state
+        after so many tokens, or fewer; if that fails, as without memory, there is no entry."""
         if not self.wants(tokens):
             return
         try:
             with wrap_model_errors("copying to the prompt cache"):
-                self.keep(tokens, copy(len(tokens)))
+                saved = copy(len(tokens))
         except OutriderError as error:
             log.warning("%s; the text is not cached", error)
-
-    def keep(self, tokens: Sequence[int], saved: SavedPrefix) -> None:
-        """Makes an entry of a text with these tokens, unless another entry has all of them."""
+            return
         known = np.array(tokens[: saved.length], np.int32)
         if not self.wants(tokens[: saved.length]) or saved.nbytes > self._limit:
             return

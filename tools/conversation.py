@@ -65,7 +65,7 @@ def make_target_turn(path: str) -> Turn:
         slot.feed_all_but_last()
         mx.eval(slot.forward(slot.unfed))
         read = time.perf_counter() - begun
-        cache.keep(tokens, slot.save(len(tokens)))
+        cache.store(tokens, slot.save)
         slot.close()
         return read
 

@@ -59,7 +59,7 @@ def found(cache: PromptCache, tokens: Sequence[int]) -> int:
 
 
 def keep(cache: PromptCache, tokens: Sequence[int], whole: bool = False) -> None:
-    cache.keep(tokens, saved(tokens, whole))
+    cache.store(tokens, lambda _: saved(tokens, whole))
 
 
 def test_longest_common_prefix_is_found_up_to_the_last_token() -> None:
