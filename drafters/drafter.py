@@ -62,9 +62,9 @@ class TokenTree(Protocol):
         """Feeds trees of one drafter one token after each parent, and returns their nodes. A tree's tokens share a
         forward, and those of all trees if they can.
 
-        A token of None is the parent's best continuation, kept on the device: feeding is lazy and never waits. A parent
-        may be a node of this same call if its token comes earlier in the list and the child's token is not None. A call
-        that fails leaves every tree as it was.
+        A token of None is the parent's best continuation. On a GPU it stays on the device: feeding is lazy and never
+        waits. A parent may be a node of this same call if its token comes earlier in the list and the child's token is
+        not None. A call that fails leaves every tree as it was.
         """
 
     def best(self, nodes: Sequence[int]) -> list[int]:

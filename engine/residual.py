@@ -150,8 +150,7 @@ class DrawnStep(Step):
         self, choose: Callable[[Any, Any], Drawn], scores: mx.array, finish: Callable[[Floats], Floats] | None
     ) -> None:
         """`choose`: `draw_tokens` without its last two arguments, `xp` and `scores`."""
-        on_cpu = mx.default_device().type == mx.cpu  # numpy is faster there, including the wait
-        super().__init__(scores, finish or (np.asarray if on_cpu else None))
+        super().__init__(scores, finish)
         self._draw = choose
         self._drawn: Drawn | None = None
 

@@ -44,18 +44,15 @@ class Step:
         self._on_cpu = mx.default_device().type == mx.cpu
 
     def chosen(self) -> mx.array:
-        """Returns each row's best token, int [R], on the device."""
+        """Returns each row's best token, int [R], as an array of MLX. Waits on a CPU."""
         if self._chosen is None:
-            if self._finish is None:
-                self._chosen = self._choose(mx, self._scores)
-            else:
-                self._chosen = mx.array(self.best(), dtype=mx.int32)
+            self._chosen = mx.array(self.best(), mx.int32) if self._on_cpu else self._choose(mx, self._scores)
         return self._chosen
 
     @property
     def pending(self) -> mx.array:
         """The array to evaluate before `best`, so that it does not wait."""
-        return self._scores if self._chosen is None and self._on_cpu else self.chosen()
+        return self._scores if self._on_cpu else self.chosen()
 
     @property
     def is_read(self) -> bool:
@@ -64,10 +61,8 @@ class Step:
     def best(self) -> list[int]:
         """Returns each row's best token. Waits."""
         if self._best is None:
-            if self._chosen is None and self._on_cpu:
-                self._best = cast(list[int], self._choose(np, self._host_scores()).tolist())
-            else:
-                self._best = cast(list[int], self.chosen().tolist())
+            chosen = self._choose(np, self._host_scores()) if self._on_cpu else self.chosen()
+            self._best = cast(list[int], chosen.tolist())
         return self._best
 
     def candidates(self, rows: Sequence[int], count: int) -> list[list[Candidate]]:
