@@ -151,16 +151,13 @@ class CandidateStep(Step):
 StepFactory = Callable[[mx.array, Callable[[Floats], Floats] | None], Step]
 
 
-def make_step(
-    metadata: Sequence[SamplingMetadata], logits: mx.array, make: StepFactory = Step, *, at_once: bool = False
-) -> Step:
+def make_step(metadata: Sequence[SamplingMetadata], logits: mx.array, make: StepFactory = Step) -> Step:
     """Returns the step of logits [R, V], the rows of all `metadata` one after another. Lazy.
 
-    The samplers are of one kind (`Sampler.kind`). `at_once`: the logits are evaluated, so laziness gains nothing.
+    The samplers are of one kind (`Sampler.kind`).
     """
     sampler, logits = metadata[0].sampler, apply_penalties(metadata, logits)
-    by_host = sampler.filters or (at_once and sampler.params.temp > 0)
-    if by_host and mx.default_device().type == mx.cpu:
+    if sampler.params.temp > 0 and mx.default_device().type == mx.cpu:
         return make(logits, partial(_finish, metadata))
     return make(compute_scores(metadata, logits), None)
 

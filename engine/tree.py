@@ -327,7 +327,7 @@ class Tree:
     def scored(self, begun: Sequence[TreeInput], logits: mx.array) -> Step:
         """Returns the step of these logits [R, V] of trees of this kind."""
         if self._draws is None:
-            return make_step([growth.metadata for growth in begun], logits, at_once=not self.kv_rows.lazy)
+            return make_step([growth.metadata for growth in begun], logits)
         return self._draws.make_step(begun[0].metadata, logits, begun[0].forks)
 
     def score_rows(self, begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:

@@ -182,7 +182,7 @@ class SlotTree(HeadTree):
         if self._sampler.needs_history:
             found = super().score_rows(begun, logits)
         else:
-            _score_blocks([(sampler, block) for sampler, rows in new for block in rows.opened], not self.kv_rows.lazy)
+            _score_blocks([(sampler, block) for sampler, rows in new for block in rows.opened])
             slots = [slot for _, rows in new for slot in rows.slots]
             found = [(slot.block.step, slot.block.first + slot.index) for slot in slots if slot.block.step is not None]
         link: BlockLink | None = self.kv_rows.link
@@ -210,7 +210,7 @@ class SlotTree(HeadTree):
         return [(step, row) for row in range(len(slots))]
 
 
-def _score_blocks(blocks: Sequence[tuple[Sampler, DraftBlock]], at_once: bool) -> None:
+def _score_blocks(blocks: Sequence[tuple[Sampler, DraftBlock]]) -> None:
     """Scores all slots of these blocks."""
     if not blocks:
         return
@@ -219,7 +219,7 @@ def _score_blocks(blocks: Sequence[tuple[Sampler, DraftBlock]], at_once: bool) -
         for sampler, block in blocks
     ]
     rows = [(block.logits, row) for _, block in blocks for row in range(block.row, block.row + block.slots)]
-    step, first = make_step(metadata, gather(rows), at_once=at_once), 0
+    step, first = make_step(metadata, gather(rows)), 0
     for _, block in blocks:
         block.step, block.first, first = step, first, first + block.slots
 
