@@ -152,7 +152,7 @@ class Sampler:
         best = logits.max(axis=-1, keepdims=True)
         if not np.isfinite(best).all():
             return None
-        if not self.has_noise and not self.filters:
+        if not self.has_noise:  # nor a temperature: a target's sampler has both or none
             return _unambiguous_argmax(logits, best)
         chosen = [self._choose_row(row, position) for row, position in zip(logits, positions, strict=True)]
         return None if None in chosen else cast("list[int]", chosen)
@@ -169,13 +169,9 @@ class Sampler:
                 _PROBABILITY_SUM_ERROR,
             )
         largest = abs(float(scaled[best]))
-        if self.has_noise:
-            few, scores = self._contenders(
-                scaled, best, low / self.params.temp - _ROUNDING_ERROR - _RELATIVE_ERROR * largest, position
-            )
-        else:
-            few = np.flatnonzero(scaled >= scaled[best])
-            scores = scaled[few]
+        few, scores = self._contenders(
+            scaled, best, low / self.params.temp - _ROUNDING_ERROR - _RELATIVE_ERROR * largest, position
+        )
         scores = np.where(logits[few] < low, -np.inf, scores)
         chosen = _unambiguous_argmax(scores[None], scores.max(keepdims=True)[None], largest)
         return int(few[chosen[0]]) if chosen is not None and not logits[few[chosen[0]]] <= high else None
