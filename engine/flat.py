@@ -240,9 +240,6 @@ class FlatCache:
     def state(self) -> list[mx.array]:
         return [buffer for buffer in (self.keys, self.values) if buffer is not None]
 
-    def empty(self) -> bool:
-        return self.keys is None
-
     def make_mask(
         self, n: int, return_array: bool = False, window_size: int | None = None, causal: bool = False
     ) -> Any:
