@@ -324,16 +324,13 @@ class Tree:
         """Trees of the same kind are scored together; a tree with draws is scored alone."""
         return self._sampler.kind if self._draws is None else id(self)
 
-    def scored(self, begun: Sequence[TreeInput], logits: mx.array) -> Step:
-        """Returns the step of these logits [R, V] of trees of this kind."""
-        if self._draws is None:
-            return make_step([growth.metadata for growth in begun], logits)
-        return self._draws.make_step(begun[0].metadata, logits, begun[0].forks)
-
     def score_rows(self, begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
-        """Returns the step of each token, and its row there, by these logits of trees of this kind."""
-        step = self.scored(begun, logits)
-        return [(step, row) for row in range(sum(len(growth.ids) for growth in begun))]
+        """Returns the step of each token, and its row there, by these logits [R, V] of trees of this kind."""
+        if self._draws is None:
+            step = make_step([growth.metadata for growth in begun], logits)
+        else:
+            step = self._draws.make_step(begun[0].metadata, logits, begun[0].forks)
+        return [(step, row) for row in range(logits.shape[0])]
 
     def end(self, growth: TreeInput, steps: Sequence[tuple[Step, int]]) -> list[int]:
         """Adds the fed nodes, whose scores are these rows of these steps, and returns them."""

@@ -288,11 +288,11 @@ class CoreMLKVRows(KVRows):
 class CoreMLTree(Tree):
     """A token tree over a package."""
 
-    def scored(self, begun: Sequence[TreeInput], logits: mx.array) -> Step:
+    def score_rows(self, begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
         with mx.stream(mx.cpu):  # on a Mac the GPU is the target's
-            step = super().scored(begun, logits)
-            step.best()
-        return step
+            rows = super().score_rows(begun, logits)
+            rows[0][0].best()
+        return rows
 
 
 class CoreMLDrafter:
