@@ -345,12 +345,10 @@ def _make_processors(params: SamplingParams, vocab_size: int) -> list[Any]:
 
 def _penalty_tokens(history: History, params: SamplingParams, vocab_size: int) -> mx.array:
     """Returns the latest tokens, which penalties depend on, without known ids beyond a narrower vocabulary."""
-    if isinstance(history, mx.array):
-        return history[-_reach(params) :]
-    tail = list(history[-_reach(params) :])
-    if tail and max(tail) >= vocab_size:
-        tail = [token for token in tail if token < vocab_size]
-    return mx.array(tail, dtype=mx.int32)
+    tail = history[-_reach(params) :]
+    if isinstance(tail, mx.array):
+        return tail
+    return mx.array([token for token in tail if token < vocab_size], dtype=mx.int32)
 
 
 def _reach(params: SamplingParams) -> int:
