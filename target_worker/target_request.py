@@ -204,9 +204,10 @@ class TargetRequest:
 
     def on_verify(self, message: Verify) -> None:
         """Sets its next round."""
-        self.next_proposal, self._proposed = DraftTokens(message.chain, message.parents, message.q), None
+        proposal, self._proposed = message.proposal, None
         self.ended = self.halting = False
-        proposal = message.proposal
+        own = proposal if isinstance(proposal, DraftTokens) else DraftTokens(message.chain, message.parents)
+        self.next_proposal = own
         self.autonomous, self.draft = message.autonomous, message.draft
         self.max_tokens = proposal.max_tokens if isinstance(proposal, DraftInProcess | Autonomous) else 0
         self.slot.all_cores = message.all_cores

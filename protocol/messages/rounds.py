@@ -182,11 +182,6 @@ class Verify(RoundMessage, frozen=True):
         return self.proposal.parents if isinstance(self.proposal, DraftTokens | DraftInProcess) else ()
 
     @property
-    def q(self) -> SparseQ | None:
-        """What the chain was drawn from, if it was."""
-        return self.proposal.q if isinstance(self.proposal, DraftTokens) else None
-
-    @property
     def autonomous(self) -> bool:
         """Whether the target continues by itself."""
         return isinstance(self.proposal, Autonomous)

@@ -310,7 +310,7 @@ class Cluster(HonestWorkers):
                 v.base_len,
                 v.chain,
                 sources[v.round],
-                "drawn" if v.q is not None else type(v.proposal).__name__,
+                "drawn" if getattr(v.proposal, "q", None) is not None else type(v.proposal).__name__,
                 v.parents,
             )
             for v in self._verifies

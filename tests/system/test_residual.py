@@ -139,9 +139,9 @@ def test_texts_sharing_forwards_have_the_targets_distribution(
 
 def unscaled(message: Verify, last: int) -> Verify:
     """The q that Saguaro's factor was left out of."""
-    if message.q is None:
+    if not isinstance(message.proposal, DraftTokens) or message.proposal.q is None:
         return message
-    before, ids = [last, *message.chain[:-1]], message.q.ids
+    before, ids = [last, *message.chain[:-1]], message.proposal.q.ids
     weights = [np.exp(OTHER[token][row]) for token, row in zip(before, ids, strict=True)]
     q = SparseQ(ids, np.array([row / row.sum() for row in weights], np.float32))
     return structs.replace(message, proposal=DraftTokens(message.chain, q=q))
