@@ -146,7 +146,6 @@ class DenseKVRows(KVRows):
     is lost: the model continues from there.
     """
 
-    together = False
     reader: PromptReader | None = None
     read = 0
     _pieces: Iterator[LayerKVs] = iter(())  # those that the reader has still to read
@@ -199,9 +198,6 @@ class DenseKVRows(KVRows):
 
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
-        if texts[0].together:
-            segments = [text._segment(own) for text, own in zip(texts, new, strict=True)]
-            return texts[0].rows.run([own.tokens for own in new], segments)
         logits = [text._forward_one(own) for text, own in zip(texts, new, strict=True)]
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
@@ -231,7 +227,10 @@ class DenseKVRows(KVRows):
 class JointKVRows(DenseKVRows):
     """`KVRows` of a model with mlx-lm's common attention (`engine.load_checks` tries it): all trees in one forward."""
 
-    together = True
+    @staticmethod
+    def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
+        segments = [text._segment(own) for text, own in zip(texts, new, strict=True)]
+        return texts[0].rows.run([own.tokens for own in new], segments)
 
 
 @dataclass(frozen=True, slots=True)
