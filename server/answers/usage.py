@@ -16,7 +16,7 @@ from typing import Any, cast
 from msgspec import structs, to_builtins
 
 from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
-from outrider.orchestrator.pairing.detokenizer import Detokenizer, Spelling
+from outrider.orchestrator.pairing.detokenizer import Spelling, TextStream
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.messages import RoundRecord
 from outrider.server.answers.choices import AnswerPlan, ChoiceState
@@ -87,8 +87,8 @@ def count_reasoning_tokens(plan: AnswerPlan) -> ReasoningTokens:
 
 def count_thinking_tokens(spelling: Spelling, choice: ChoiceState) -> int:
     """Counts the tokens of a choice's thinking, tags included, by the text that each token completes."""
-    detokenizer = Detokenizer(spelling, choice.prompt.tokens)
-    ends = list(accumulate(len(detokenizer.feed(token)) for token in choice.tokens))
+    stream = TextStream(spelling, choice.prompt.tokens, (), frozenset())
+    ends = list(accumulate(len(stream.feed([token]).text) for token in choice.tokens))
     bounds = choice.splitter.thinking_bounds
     spans = zip_longest(bounds[::2], bounds[1::2], fillvalue=sys.maxsize)
     return sum(min(bisect_left(ends, end) + 1, len(ends)) - bisect_right(ends, start) for start, end in spans)
