@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import sys
 import time
 from pathlib import Path
 
@@ -51,10 +50,7 @@ def spawn_worker(
     for number in inherited:
         command += ["--log-fd", str(number)]
     try:
-        process = SpawnedProcess(command, env, run_dir / f"{name}.log", "wb", inherited)
-    except OSError as error:
-        cause = system.likely_cause(1, str(error)) or f"expected {sys.executable} to run"
-        raise WorkerError(f"the {role} worker can't be started ({error}); {cause}") from None
+        process = SpawnedProcess(f"{role} worker", command, env, run_dir / f"{name}.log", "wb", inherited)
     finally:
         for number in inherited:
             os.close(number)

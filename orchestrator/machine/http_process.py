@@ -79,7 +79,11 @@ class HttpListener:
 
 
 class HttpProcess:
-    """The process, from creation to `close`; `check` restarts it if it has ended."""
+    """The process, from creation to `close`; `check` restarts it if it has ended.
+
+    Raises:
+        WorkerError: it can't be started.
+    """
 
     def __init__(self, order: HttpOrder, run_dir: Path) -> None:
         self._order = order
@@ -94,7 +98,8 @@ class HttpProcess:
         """Restarts the process if it has ended.
 
         Raises:
-            WorkerError: it ended too soon after its start; the message has the last lines of its log.
+            WorkerError: it ended too soon after its start (the message has the last lines of its log), or can't be
+                started again.
         """
         code = self._process.exit_code()
         if code is None:
@@ -119,8 +124,10 @@ class HttpProcess:
         shared = os.dup(STDERR)
         env = {**SERVER_MALLOC_ENV, **large_pages_env(), **child_environment()}
         inherited = self._order.listener, shared
-        self._process = SpawnedProcess(python("-m", SERVER_MODULE), env, self._log, "ab", inherited)
-        os.close(shared)
+        try:
+            self._process = SpawnedProcess("HTTP server", python("-m", SERVER_MODULE), env, self._log, "ab", inherited)
+        finally:
+            os.close(shared)
         self._process.write(msgspec.json.encode(replace(self._order, log_fd=shared)) + b"\n")
 
 

@@ -21,9 +21,10 @@ from typing import BinaryIO
 
 import msgspec
 
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.model_files import PACKAGE_FOLDER, in_process_drafters
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -48,29 +49,33 @@ def open_log_file(path: Path, mode: str) -> BinaryIO:
 
 
 class SpawnedProcess:
-    """A process that this process started and may end.
+    """A process that this process started and may end; `name` is its name in errors.
 
     Raises:
-        OSError: it can't be started.
+        WorkerError: it can't be started.
     """
 
     def __init__(
-        self, command: list[str], env: Mapping[str, str], log: Path, log_mode: str, inherited: Sequence[int]
+        self, name: str, command: list[str], env: Mapping[str, str], log: Path, log_mode: str, inherited: Sequence[int]
     ) -> None:
         """`log_mode`: see `open`. `inherited`: the file descriptors that the process keeps."""
         self._log = log
         with open_log_file(log, log_mode) as output:
             with suppress(OSError):  # it may be /dev/null
                 fcntl.flock(output, fcntl.LOCK_SH)  # macOS removes unlocked old files; the process inherits the lock
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=env,
-                pass_fds=inherited,
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=env,
+                    pass_fds=inherited,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                cause = system.likely_cause(1, str(error)) or f"expected {sys.executable} to run"
+                raise WorkerError(f"the {name} can't be started ({error}); {cause}") from None
 
     @property
     def pid(self) -> int:
