@@ -242,7 +242,7 @@ class Policy:
             return self._adopt(Arm("ar"), forecasts, "baseline for the other arms")
         best = max(rates, key=rates.__getitem__)
         current = next((arm for arm in (self._arm, self._tuned_best) if arm in rates), best)
-        if rates[best] < self._rate_to_switch(current, best, rates[current]):
+        if rates[best] < rates[current] * POLICY.stay_margin:
             best = current
         trial_continues = before is not None and (before.seen.rate or 0.0) > before.best_rate and self._active == 1
         if trial_continues and self._arm in rates and self._arm != best:
@@ -306,12 +306,6 @@ class Policy:
         if self._records[arm].source:
             return f"not measured for {self._episodes_since(arm):.0f} episodes"
         return "another K may be better" if arm.kind in {rated.kind for rated in rates} else "not measured yet"
-
-    def _rate_to_switch(self, current: Arm, other: Arm, rate: float) -> float:
-        """Returns the rate that `other` must reach to replace `current`; chance alone must not replace a tuned arm."""
-        is_tuned = current == self._tuned_best and self._active == 1
-        noise = math.hypot(self._records[current].noise, self._records[other].noise) if is_tuned else 0.0
-        return rate * POLICY.stay_margin + noise
 
     def _find_due_trial(
         self, best: Arm, rates: dict[Arm, float], forecasts: dict[Arm, Forecast], guesses: dict[Arm, float]
