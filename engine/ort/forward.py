@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -403,15 +402,14 @@ def open_forward(model: nn.Module, model_type: str, folder: Path, first_token: i
     try:
         with wrap_model_errors("ONNX Runtime's forwards", logging.INFO):
             decoder, cached = DecoderLayers.of(model, model_type), CachedGraph.of(folder)
-            own = partial(_compute_own_logits, model)
             if rounds_per_token(cached):
                 try:
-                    return _open_checked(decoder, cached, own, first_token, per_token=True)
+                    return _open_checked(model, decoder, cached, first_token, per_token=True)
                 except ModelError as error:
                     log.info("activations are rounded in groups, not per token: %s", first_line(error))
                     if cached is not None:
-                        shutil.rmtree(cached.folder, ignore_errors=True)
-            return _open_checked(decoder, cached, own, first_token)
+                        cached.remove()
+            return _open_checked(model, decoder, cached, first_token)
     except ModelError as error:
         if isinstance(error.__cause__, MemoryError) or "bad_alloc" in str(error):
             raise ModelError(f"{folder} does not fit in memory ({first_line(error)}); choose another model") from error
@@ -419,15 +417,10 @@ def open_forward(model: nn.Module, model_type: str, folder: Path, first_token: i
         return None
 
 
-def _compute_own_logits(model: nn.Module, tokens: Ints) -> mx.array:
-    logits: mx.array = model(mx.array(tokens[None]))[0]
-    return logits
-
-
 def _open_checked(
+    model: nn.Module,
     decoder: DecoderLayers,
     cached: CachedGraph | None,
-    own: Callable[[Ints], mx.array],
     first_token: int | None,
     per_token: bool = False,
 ) -> OrtForward:
@@ -437,7 +430,7 @@ def _open_checked(
     if min_rows is not None:
         forward.min_rows = min_rows
         return forward
-    check_logits(forward, own, first_token=first_token)
+    check_logits(forward, lambda tokens: model(mx.array(tokens[None]))[0], first_token=first_token)
     if forward.cached is not None:
         forward.cached.record_check(forward.min_rows)
     return forward

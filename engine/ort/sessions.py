@@ -70,14 +70,14 @@ class Sessions:
             try:
                 return cls._open_cached(cached)
             except ModelError:
-                shutil.rmtree(cached.folder, ignore_errors=True)  # a file is damaged
+                cached.remove()  # a file is damaged
         if cached is not None and exact_biases.IS_SUPPORTED:
             try:
                 if cached.write(build(True)):
                     return cls._open_cached(cached, written=True)
             except ModelError as error:
                 log.info("biases are rounded: %s", first_line(error))
-                shutil.rmtree(cached.folder, ignore_errors=True)
+                cached.remove()
         made = build(False)
         if cached is not None and cached.write(made):
             return cls._open_cached(cached, written=True)
@@ -111,14 +111,15 @@ class CachedGraph:
     def of(cls, model: Path) -> CachedGraph | None:
         """Returns the cached graph, existing or not, of the model in this folder; None: it is not cached."""
         files = [(file.name, file.stat()) for file in sorted(model.glob("model*.safetensors"))]
-        if sum(stat.st_size for _, stat in files) < _MIN_WEIGHT_BYTES:
+        size = sum(stat.st_size for _, stat in files)
+        if size < _MIN_WEIGHT_BYTES:
             return None
         code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
         written = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]  # the digest samples the weights
         state = json.dumps([model_digest(model), written, code, kernel_name(), num_threads()])
         name = f"{_short_hash(os.fspath(model.resolve()))}.{_short_hash(state)}"
         cached = cls(cache_folder() / "graphs" / name)
-        return cached if cached.weights.exists() or _has_room(sum(stat.st_size for _, stat in files)) else None
+        return cached if cached.weights.exists() or _has_room(size) else None
 
     @property
     def file(self) -> str:
@@ -131,6 +132,10 @@ class CachedGraph:
     def acquire(self) -> bool:
         """Locks the folder, so that no process removes it while this one runs. Returns False if it has no graph."""
         return use_cached(self.folder, _GRAPH_FILE)
+
+    def remove(self) -> None:
+        """Removes a graph that is damaged or not to be used."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def write(self, graph: Graph) -> bool:
         """Keeps a graph; returns False if it can't be written, because a disk is full for example.
