@@ -116,7 +116,7 @@ class CachedGraph:
             return None
         code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
         written = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]  # the digest samples the weights
-        state = json.dumps([model_digest(model), written, code, kernel_name(), num_threads()])
+        state = json.dumps([model_digest(model), written, code, kernel_name()])
         name = f"{_short_hash(os.fspath(model.resolve()))}.{_short_hash(state)}"
         cached = cls(cache_folder() / "graphs" / name)
         return cached if cached.weights.exists() or _has_room(size) else None
@@ -166,17 +166,20 @@ class CachedGraph:
 
     @property
     def min_rows(self) -> int | None:
-        """The number of rows that forwards must have, as found by the check; None: there was no check yet."""
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            checked = json.loads((self.folder / _CHECKED_FILE).read_text())
-            return int(checked["least"]) if checked["all_cores"] or drafter_core() is None else None
-        return None
+        """The number of rows that forwards must have, as found by the check with as many threads and cores; None: there
+        was no such check yet."""
+        return self._checks().get(_cores_name())
 
     def record_check(self, min_rows: int) -> None:
         """Records that the graph, which this process has acquired, passed the check with this minimum of rows."""
-        checked = {"least": min_rows, "all_cores": drafter_core() is not None}
         with suppress(OSError):
-            replace_file(self.folder / _CHECKED_FILE, json.dumps(checked))
+            replace_file(self.folder / _CHECKED_FILE, json.dumps(self._checks() | {_cores_name(): min_rows}))
+
+    def _checks(self) -> dict[str, int]:
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            checked = json.loads((self.folder / _CHECKED_FILE).read_text())
+            return {cores: int(min_rows) for cores, min_rows in checked.items()}
+        return {}
 
 
 def _has_room(weight_bytes: int) -> bool:
@@ -249,6 +252,11 @@ def drafter_core() -> int | None:
     """Returns the drafters' core, which a target may use while they are idle; None: they have no own core."""
     given = os.environ.get(DRAFTER_CORE_VARIABLE, "")
     return int(given) if given.isdigit() else None
+
+
+def _cores_name() -> str:
+    """Returns a name for the threads and cores that forwards use, which may add a sum in another order."""
+    return f"threads: {num_threads()}" + (", drafters' core" if drafter_core() is not None else "")
 
 
 @cache

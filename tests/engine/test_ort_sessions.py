@@ -226,6 +226,23 @@ def test_processes_with_and_without_a_drafters_core_share_the_cached_graph(
     assert kept(tmp_path) == [graph_folder]
 
 
+def test_processes_with_more_threads_share_the_cached_graph(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing the weights of a large model takes a minute; the check, which is made again, a second."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    alone = logits(model)
+    checks = []
+    monkeypatch.setattr(graph, "build", fail_if_called)
+    monkeypatch.setattr(sessions.CachedGraph, "record_check", lambda _, min_rows: checks.append(min_rows))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert np.array_equal(logits(model), alone)
+    assert len(kept(tmp_path)) == len(checks) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    logits(model)
+    assert len(checks) == 1
+
+
 def test_damaged_cache_files_are_rebuilt(model: Path, tmp_path: Path, rounding: bool) -> None:
     first = logits(model)
     (folder,) = kept(tmp_path)
