@@ -255,8 +255,8 @@ def drafter_core() -> int | None:
 
 
 def _cores_name() -> str:
-    """Returns a name for the threads and cores that forwards use, which may add a sum in another order."""
-    return f"threads: {num_threads()}" + (", drafters' core" if drafter_core() is not None else "")
+    """Returns a name for the threads that forwards use: their number, and +1 if there is a drafters' core."""
+    return f"{num_threads()}" + ("+1" if drafter_core() is not None else "")
 
 
 @cache
