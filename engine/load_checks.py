@@ -33,7 +33,7 @@ from outrider.engine.flat import FlatCache
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, PromptReader, RecurrentKVRows
 from outrider.engine.loading import LoadedModel, cache_per_model
-from outrider.engine.ort.forward import deviations, feed_in_pieces
+from outrider.engine.ort.check import deviations, feed_in_pieces
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import (

@@ -27,7 +27,7 @@ from mlx_lm.utils import dequantize_model, get_total_parameters, load_config, lo
 from outrider.engine import memory, positions
 from outrider.engine.cache import flatten_caches, is_attention
 from outrider.engine.hidden_states import ReducedLMHead
-from outrider.engine.ort import forward as ort
+from outrider.engine.ort.check import open_forward
 from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.errors import ModelError, first_line, wrap_model_errors
 from outrider.protocol.heads import context_length
@@ -276,7 +276,7 @@ def _load_ort_forward(path: Path, model: nn.Module, config: dict[str, Any]) -> O
     """Returns ONNX Runtime's forwards, or None. With them MLX's weights stay in their files until they are used."""
     model.set_dtype(mx.float32)
     bos = config.get("bos_token_id", (config.get("text_config") or {}).get("bos_token_id"))
-    forward = ort.open_forward(model, config["model_type"], path, bos if isinstance(bos, int) else None)
+    forward = open_forward(model, config["model_type"], path, bos if isinstance(bos, int) else None)
     if forward is not None:
         _release_weights(model, path)
         memory.release_memory()  # memory that only the session's creation needed

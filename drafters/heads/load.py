@@ -28,7 +28,8 @@ from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, He
 from outrider.engine.flat import Segment
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.loading import LoadedModel, find_model_folder, load_lazily
-from outrider.engine.ort.forward import OrtForward, check_logits, is_enabled
+from outrider.engine.ort.check import check_logits, is_enabled
+from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.layers import DecoderLayers, Ints
 from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import CannotDraft, ModelError, OutriderError, first_line, wrap_model_errors

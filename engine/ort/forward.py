@@ -1,20 +1,15 @@
-"""Forwards of one model by ONNX Runtime, and the check at load whether they are used.
+"""Forwards of one model by ONNX Runtime.
 
 `OrtForward` computes one flat row of several texts over the buffers of `engine.flat`, which also has rollback, copies
-and the prompt cache; `Embedding` is its first layer, in numpy. `open_forward` compares logits with the model's own when
-the model loads: they may differ by the rounding of float32, or of activations to 8 bits if the checkpoint is quantised.
-
-If activations are rounded, a token's logits have the same bits however it is fed: alone, in a chain, in a piece of a
-prompt, or together with other requests. So chains and other requests can't change a text. Trees are not fed then,
-because the sums of their side branches have another order. Knows rows, columns and positions; knows nothing of tokens'
-meaning or of requests.
+and the prompt cache; `Embedding` is its first layer, in numpy. Knows rows, columns and positions; knows nothing of
+tokens' meaning or of requests.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,23 +21,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
+from outrider.engine.flat import FlatCache, Segment
 from outrider.engine.memory import release_memory
-from outrider.engine.ort.layers import (
-    SUPPORTED_MODEL_TYPES,
-    Array,
-    DecoderLayers,
-    Ints,
-    Layout,
-    dequantise,
-    levels,
-    rope_angles,
-    to_numpy,
-)
-from outrider.engine.ort.sessions import CachedGraph, Sessions, arena_shrink_options, kernel_name, rounds_per_token
+from outrider.engine.ort.layers import Array, DecoderLayers, Ints, Layout, dequantise, levels, rope_angles, to_numpy
+from outrider.engine.ort.sessions import CachedGraph, Sessions, arena_shrink_options, kernel_name
 from outrider.protocol.digest import replace_file
-from outrider.protocol.errors import ModelError, first_line, wrap_model_errors
-from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
+from outrider.protocol.errors import ModelError, first_line
 
 if TYPE_CHECKING:
     from outrider.engine.ort.graph import Graph
@@ -56,13 +40,6 @@ _MAX_PIECE_TOKENS = 128  # each further head of a group writes as many columns b
 _MIN_PIECE_TOKENS, _MAX_PIECE_SCORES = 32, 1 << 16  # scores: tokens x columns, of which attention makes copies
 _ANGLE_BLOCK_POSITIONS = 512  # positions whose angles are tabulated at a time
 _MAX_BINDINGS = 16  # bindings that are kept
-_REFERENCE_TOKENS = 3  # tokens that MLX computes: for a quantised model each takes as long as ten by ONNX Runtime
-_TOLERANCE_FLOAT32, _TOLERANCE_INT8 = 1e-3, 0.3  # allowed mean of `deviations`: float32, and 8 bits
-_CHECK_TOKENS, _NEIGHBOUR_TOKENS = 11, 3  # tokens: of the checked text, and of texts in the same forward
-_FIRST_CHECK_TOKEN = 13  # of models without BOS
-
-Features = Callable[[Ints], Array | None]
-"""A function that returns the features [T, W] of tokens [T]; None for a model, which needs none."""
 
 
 class Embedding:
@@ -376,145 +353,3 @@ def _split_into_runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Se
             piece = replace(segment, start=start, count=min(most, segment.end - start))
             yield begin, [piece]
             begin, start = begin + piece.count, start + piece.count
-
-
-def is_enabled() -> bool:
-    """Returns whether ONNX Runtime may compute here: its device is a CPU, and `CPU_KERNELS_VARIABLE` is not mlx."""
-    return os.environ.get(CPU_KERNELS_VARIABLE) != "mlx" and mx.default_device().type == mx.cpu
-
-
-def open_forward(model: nn.Module, model_type: str, folder: Path, first_token: int | None) -> OrtForward | None:
-    """Returns the model's forwards by ONNX Runtime; None if MLX computes them (the log says why).
-
-    Args:
-        model: its parameters may be lazy; quantised ones stay quantised.
-        folder: the model's files, by which its graph is kept on disk.
-        first_token: the token that the model's texts begin with (BOS), if there is one.
-
-    Raises:
-        ModelError: memory ran out. MLX needs more of it, and where OpenBLAS gets none it asks again without end.
-    """
-    if not is_enabled():
-        return None
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        log.info("MLX computes this %s model: ONNX Runtime supports %s", model_type, ", ".join(SUPPORTED_MODEL_TYPES))
-        return None
-    try:
-        with wrap_model_errors("ONNX Runtime's forwards", logging.INFO):
-            decoder, cached = DecoderLayers.of(model, model_type), CachedGraph.of(folder)
-            if rounds_per_token(cached):
-                try:
-                    return _open_checked(model, decoder, cached, first_token, per_token=True)
-                except ModelError as error:
-                    log.info("activations are rounded in groups, not per token: %s", first_line(error))
-                    if cached is not None:
-                        cached.remove()
-            return _open_checked(model, decoder, cached, first_token)
-    except ModelError as error:
-        if isinstance(error.__cause__, MemoryError) or "bad_alloc" in str(error):
-            raise ModelError(f"{folder} does not fit in memory ({first_line(error)}); choose another model") from error
-        log.warning("MLX computes this %s model: %s", model_type, first_line(error))
-        return None
-
-
-def _open_checked(
-    model: nn.Module,
-    decoder: DecoderLayers,
-    cached: CachedGraph | None,
-    first_token: int | None,
-    per_token: bool = False,
-) -> OrtForward:
-    """Opens a model's forwards, and checks them unless that was done before. Raises ModelError as `check_logits`."""
-    forward = OrtForward(decoder, cached, per_token)
-    min_rows = forward.cached.min_rows if forward.cached is not None else None
-    if min_rows is not None:
-        forward.min_rows = min_rows
-        return forward
-    check_logits(forward, lambda tokens: model(mx.array(tokens[None]))[0], first_token=first_token)
-    if forward.cached is not None:
-        forward.cached.record_check(forward.min_rows)
-    return forward
-
-
-def check_logits(
-    forward: OrtForward,
-    own: Callable[[Ints], mx.array],
-    features: Features = lambda tokens: None,
-    first_token: int | None = None,
-) -> None:
-    """Compares logits, and sets `forward.min_rows`: the rows that a forward needs for its bits to be always the same.
-
-    `own` computes the logits [T, V] of a text's first tokens without ONNX Runtime. The text is the model's own, since
-    rounding can change the logits of a meaningless one as much as an error would: it begins with `first_token`, and
-    each further token is the likeliest of those that it does not have yet.
-
-    Raises:
-        ModelError: the logits are not the model's own, or depend on what else is fed in the same forward.
-    """
-    tokens = _make_check_text(forward, features, first_token)
-    expected = own(tokens[:_REFERENCE_TOKENS])
-    logits = feed_in_pieces(forward, tokens, (_REFERENCE_TOKENS,), features=features)
-    mean = float(deviations(expected, mx.array(logits)).mean())
-    if not mean <= (_TOLERANCE_INT8 if forward.quantised else _TOLERANCE_FLOAT32):
-        raise ModelError(f"its logits differ from the model's own by {mean:.2g} of their standard deviation")
-    if not forward.quantised:
-        return
-    for forward.min_rows in (1, 2):
-        whole = feed_in_pieces(forward, tokens, (_CHECK_TOKENS,), features=features)
-        if (feed_in_pieces(forward, tokens, (1, 1, 2, 3, 4), features=features) == whole).all():
-            break
-    else:
-        raise ModelError("its logits depend on how many tokens are fed at once")
-    neighbours = feed_in_pieces(
-        forward, tokens, (3, 1, _CHECK_TOKENS - 4), features=features, neighbours=((0, 2), (2,), (0, 2))
-    )
-    if not (neighbours == whole).all():
-        raise ModelError("its logits depend on the other texts in the same forward")
-    if not (feed_in_pieces(forward, tokens, (1, 2, 8), True, features) == whole).all():
-        raise ModelError("its logits depend on the number of cores")
-
-
-def _make_check_text(forward: OrtForward, features: Features, first_token: int | None) -> Ints:
-    """Returns a text of different tokens, as `check_logits` describes."""
-    tokens = np.array([_FIRST_CHECK_TOKEN if first_token is None else first_token], np.int32) % forward.vocab_size
-    while len(tokens) < _CHECK_TOKENS:
-        logits = feed_in_pieces(forward, tokens, (len(tokens),), features=features, num_logits=1)[0]
-        logits[tokens] = -np.inf
-        tokens = np.append(tokens, np.int32(logits.argmax()))
-    return tokens
-
-
-def deviations(own: mx.array, logits: mx.array) -> Array:
-    """Returns the root mean square error of rows of logits [R, V] against a model's own, in units of the larger of
-    1 and the standard deviation of its own, [R]. Tokens that the model excludes, as a draft model may, are ignored."""
-    known = to_numpy(own) != -np.inf
-    own_rows, rows = (np.where(known, to_numpy(each), 0) for each in (own, logits))
-    errors: Array = np.sqrt(np.square(rows - own_rows).mean(axis=-1, where=known))
-    errors /= np.maximum(own_rows.std(axis=-1, where=known), 1.0)
-    return errors
-
-
-def feed_in_pieces(
-    forward: OrtForward,
-    tokens: Array,
-    counts: Sequence[int],
-    all_cores: bool = False,
-    features: Features = lambda tokens: None,
-    neighbours: Sequence[tuple[int, ...]] = (),
-    num_logits: int | None = None,
-) -> Array:
-    """Returns the logits of one text's tokens, fed in pieces of these sizes.
-
-    `neighbours`: for each piece the rows of other texts in the same forward; this text is in row 1. `num_logits`: only
-    the logits of each piece's last tokens, this many.
-    """
-    caches, logits, start = [FlatCache(FlatAttentionMetadata()) for _ in forward.shapes], [], 0
-    for count, rows in zip(counts, neighbours or [()] * len(counts), strict=True):
-        own = Segment(1, start, count)
-        segments = sorted([own, *(Segment(row, 0, _NEIGHBOUR_TOKENS) for row in rows)], key=lambda segment: segment.row)
-        fed = [tokens[start : start + count] if segment is own else tokens[:_NEIGHBOUR_TOKENS] for segment in segments]
-        flat, begin = np.concatenate(fed), sum(segment.count for segment in segments if segment.row < own.row)
-        indices = np.arange(begin, begin + count)[-(num_logits or count) :]
-        logits.append(forward(flat, segments, caches, indices, (), all_cores, features(flat))["logits"])
-        start += count
-    return np.concatenate(logits)

@@ -2,7 +2,7 @@
 
 A forward feeds one flat row of tokens of several texts. Dense layers see the flat row; attention sees it arranged by
 text [B, S], and writes keys and values in place. Knows layers and the formats of weights; knows nothing of texts,
-buffers or scheduling. `ort.forward.check_logits` compares the graph's logits with the model's.
+buffers or scheduling. `ort.check.check_logits` compares the graph's logits with the model's.
 """
 
 from __future__ import annotations

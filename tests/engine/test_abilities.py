@@ -80,7 +80,7 @@ def loaded(tiny_model: Callable[..., Path]) -> Loaded:
 @pytest.fixture(autouse=True)
 def by_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other forwards can do is their own check's to find."""
-    monkeypatch.setattr("outrider.engine.loading.ort.open_forward", lambda *_: None)
+    monkeypatch.setattr("outrider.engine.loading.open_forward", lambda *_: None)
 
 
 @pytest.mark.parametrize("window", [32, 700])

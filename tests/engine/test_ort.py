@@ -23,8 +23,7 @@ from outrider.engine.kv_cache import Feed, FlatKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows
 from outrider.engine.load_checks import find_tree_form, open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.ort import forward, graph
-from outrider.engine.ort import forward as ort_forward
+from outrider.engine.ort import check, graph
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.graph import Affine, build
 from outrider.engine.ort.layers import DecoderLayers, Layout
@@ -83,7 +82,7 @@ def quantised(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
             mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
             (path / "config.json").write_text(json.dumps(config))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ort_forward, "rounds_per_token", lambda cached: per_token)
+                patch.setattr(check, "rounds_per_token", lambda cached: per_token)
                 models[key] = load(path)
         return models[key]
 
@@ -174,8 +173,8 @@ def test_biases_of_every_form_of_affine_weights_are_applied(
     if kind == "uneven" and not per_token:  # rounded zero points alone are another model
         own_points = Affine.zero_points
         monkeypatch.setattr(Affine, "zero_points", lambda self: (own_points(self)[0], np.zeros_like(self.biases)))
-        wrong = ort_forward.OrtForward(DecoderLayers.of(model.model, "llama"))
-        found = forward.feed_in_pieces(wrong, np.array(tokens, np.int32), (len(tokens),))
+        wrong = OrtForward(DecoderLayers.of(model.model, "llama"))
+        found = check.feed_in_pieces(wrong, np.array(tokens, np.int32), (len(tokens),))
         assert np.sqrt(np.square(found - own).mean()) > 0.2 * own.std()
 
 
@@ -252,7 +251,7 @@ def test_outliers_do_not_take_the_levels_of_other_activations(
     own = np.array(model(mx.array(tokens[None]))[0])
 
     def error() -> float:
-        found = forward.feed_in_pieces(OrtForward(decoder, per_token=True), tokens, (len(tokens),))
+        found = check.feed_in_pieces(OrtForward(decoder, per_token=True), tokens, (len(tokens),))
         return float(np.sqrt(np.square(found - own).mean()) / own.std())
 
     rotated = error()
@@ -269,7 +268,7 @@ def test_token_without_any_activation_has_the_logits_of_mlx(tiny_model: Callable
     model, config = quantize_model(model, config, 32, 8)
     tokens = np.array([5, 9, 5], np.int32)
     per_token = OrtForward(DecoderLayers.of(model, "llama"), per_token=True)
-    found = forward.feed_in_pieces(per_token, tokens, (1, 2))
+    found = check.feed_in_pieces(per_token, tokens, (1, 2))
     own = np.array(model(mx.array(tokens[None]))[0])
     assert np.isfinite(found).all() and np.abs(found - own).max() < 0.3 * max(own.std(), 1)
 
@@ -538,7 +537,7 @@ def test_mlx_does_not_compute_a_model_that_memory_ran_out_for(
     def run_out(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(ort_forward, "OrtForward", run_out)
+    monkeypatch.setattr(check, "OrtForward", run_out)
     with pytest.raises(ModelError, match="does not fit in memory"):
         load(tiny_model("llama"))
 

@@ -21,7 +21,7 @@ from mlx_lm.utils import load_model, quantize_model, save_model
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import load
-from outrider.engine.ort import exact_biases, forward, graph, sessions
+from outrider.engine.ort import check, exact_biases, forward, graph, sessions
 from outrider.orchestrator.machine.system import USABLE_CORES
 from outrider.protocol import digest
 from outrider.protocol.digest import CACHE_VARIABLE
@@ -59,13 +59,13 @@ def model(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.M
 @pytest.fixture(params=[False, PER_TOKEN])
 def rounding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether activations are rounded per token, or else in groups."""
-    monkeypatch.setattr(forward, "rounds_per_token", lambda cached: request.param)
+    monkeypatch.setattr(check, "rounds_per_token", lambda cached: request.param)
     return bool(request.param)
 
 
 @pytest.fixture
 def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "rounds_per_token", lambda cached: False)
+    monkeypatch.setattr(check, "rounds_per_token", lambda cached: False)
 
 
 def logits(model: Path, all_cores: bool = False) -> np.ndarray:
@@ -100,7 +100,7 @@ def test_cached_graph_is_used_without_another_build_or_check(
     assert [path.name for path in kept(tmp_path)[0].iterdir()]
     monkeypatch.setattr(graph, "build", fail_if_called)
     monkeypatch.setattr(forward, "_to_embedding_rows", fail_if_called)
-    monkeypatch.setattr(forward, "check_logits", fail_if_called)
+    monkeypatch.setattr(check, "check_logits", fail_if_called)
     assert np.array_equal(logits(model), first)
 
 
@@ -110,7 +110,7 @@ def test_graph_in_groups_is_kept_where_rounding_per_token_is_too_imprecise(
 ) -> None:
     expected = logits(model)
     shutil.rmtree(tmp_path / "cache")
-    monkeypatch.setattr(forward, "rounds_per_token", lambda cached: True)
+    monkeypatch.setattr(check, "rounds_per_token", lambda cached: True)
     sound = graph.Builder._per_token
     monkeypatch.setattr(graph.Builder, "_per_token", lambda b, x, whole: b.op("Sin", sound(b, x, whole)))
     assert np.array_equal(logits(model), expected)
@@ -121,7 +121,7 @@ def test_graph_in_groups_is_kept_where_rounding_per_token_is_too_imprecise(
 def test_text_of_the_check_begins_as_the_models_texts_do(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its first token a model may give all attention to few tokens, and rounding looks like an error."""
     texts: list[list[int]] = []
-    sound = forward.feed_in_pieces
+    sound = check.feed_in_pieces
 
     def note(of: Any, tokens: Any, *rest: Any, **settings: Any) -> Any:
         texts.append([int(token) for token in tokens])
@@ -129,7 +129,7 @@ def test_text_of_the_check_begins_as_the_models_texts_do(model: Path, monkeypatc
 
     config = model / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token_id": 77}))
-    monkeypatch.setattr(forward, "feed_in_pieces", note)
+    monkeypatch.setattr(check, "feed_in_pieces", note)
     load(model)
     assert {text[0] for text in texts} == {77}
     assert len(set(texts[-1])) == len(texts[-1])
@@ -333,7 +333,7 @@ def test_biases_are_rounded_where_packed_weights_have_no_place_for_them(
     assert not np.array_equal(rounded, exact) and kept(tmp_path)
     assert not load(model).number_format.endswith("-exact")
     monkeypatch.undo()
-    monkeypatch.setattr(forward, "rounds_per_token", lambda cached: False)
+    monkeypatch.setattr(check, "rounds_per_token", lambda cached: False)
     monkeypatch.setattr(sessions, "_MIN_WEIGHT_BYTES", 0)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "other"))
     monkeypatch.setattr(exact_biases, "_mappings", lambda weights: [])
