@@ -275,8 +275,7 @@ def _make_reduced_llama(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 def _load_ort_forward(path: Path, model: nn.Module, config: dict[str, Any]) -> OrtForward | None:
     """Returns ONNX Runtime's forwards, or None. With them MLX's weights stay in their files until they are used."""
     model.set_dtype(mx.float32)
-    bos = config.get("bos_token_id", (config.get("text_config") or {}).get("bos_token_id"))
-    forward = open_forward(model, config["model_type"], path, bos if isinstance(bos, int) else None)
+    forward = open_forward(model, config, path)
     if forward is not None:
         _release_weights(model, path)
         memory.release_memory()  # memory that only the session's creation needed

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +24,7 @@ from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.layers import SUPPORTED_MODEL_TYPES, Array, DecoderLayers, Ints, to_numpy
 from outrider.engine.ort.sessions import CachedGraph, rounds_per_token
 from outrider.protocol.errors import ModelError, first_line, wrap_model_errors
+from outrider.protocol.heads import text_config
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 _REFERENCE_TOKENS = 3  # tokens that MLX computes: for a quantised model each takes as long as ten by ONNX Runtime
 _TOLERANCE_FLOAT32, _TOLERANCE_INT8 = 1e-3, 0.3  # allowed mean of `deviations`: float32, and 8 bits
 _CHECK_TOKENS, _NEIGHBOUR_TOKENS = 11, 3  # tokens: of the checked text, and of texts in the same forward
-_FIRST_CHECK_TOKEN = 13  # of models without BOS
+_FIRST_TOKEN = 13  # of models without BOS
 
 Features = Callable[[Ints], Array | None]
 """A function that returns the features [T, W] of tokens [T]; None for a model, which needs none."""
@@ -41,25 +43,27 @@ def is_enabled() -> bool:
     return os.environ.get(CPU_KERNELS_VARIABLE) != "mlx" and mx.default_device().type == mx.cpu
 
 
-def open_forward(model: nn.Module, model_type: str, folder: Path, first_token: int | None) -> OrtForward | None:
+def open_forward(model: nn.Module, config: Mapping[str, Any], folder: Path) -> OrtForward | None:
     """Returns the model's forwards by ONNX Runtime; None if MLX computes them (the log says why).
 
     Args:
         model: its parameters may be lazy; quantised ones stay quantised.
+        config: its config.json, which has its type and the token that its texts begin with (BOS).
         folder: the model's files, by which its graph is kept on disk.
-        first_token: the token that the model's texts begin with (BOS), if there is one.
 
     Raises:
         ModelError: memory ran out. MLX needs more of it, and where OpenBLAS gets none it asks again without end.
     """
     if not is_enabled():
         return None
+    model_type: str = config["model_type"]
     if model_type not in SUPPORTED_MODEL_TYPES:
         log.info("MLX computes this %s model: ONNX Runtime supports %s", model_type, ", ".join(SUPPORTED_MODEL_TYPES))
         return None
     try:
         with wrap_model_errors("ONNX Runtime's forwards", logging.INFO):
             decoder, cached = DecoderLayers.of(model, model_type), CachedGraph.of(folder)
+            first_token = _first_token(config)
             if rounds_per_token(cached):
                 try:
                     return _open_checked(model, decoder, cached, first_token, per_token=True)
@@ -75,12 +79,14 @@ def open_forward(model: nn.Module, model_type: str, folder: Path, first_token: i
         return None
 
 
+def _first_token(config: Mapping[str, Any]) -> int:
+    """Returns BOS, as a model's config or that of its text part names it, or any token if they name none."""
+    named = [part.get("bos_token_id") for part in (config, text_config(config))]
+    return next((token for token in named if isinstance(token, int)), _FIRST_TOKEN)
+
+
 def _open_checked(
-    model: nn.Module,
-    decoder: DecoderLayers,
-    cached: CachedGraph | None,
-    first_token: int | None,
-    per_token: bool = False,
+    model: nn.Module, decoder: DecoderLayers, cached: CachedGraph | None, first_token: int, per_token: bool = False
 ) -> OrtForward:
     """Opens a model's forwards, and checks them unless that was done before. Raises ModelError as `check_logits`."""
     forward = OrtForward(decoder, cached, per_token)
@@ -98,7 +104,7 @@ def check_logits(
     forward: OrtForward,
     own: Callable[[Ints], mx.array],
     features: Features = lambda tokens: None,
-    first_token: int | None = None,
+    first_token: int = _FIRST_TOKEN,
 ) -> None:
     """Compares logits, and sets `forward.min_rows`: the rows that a forward needs for its bits to be always the same.
 
@@ -132,9 +138,9 @@ def check_logits(
         raise ModelError("its logits depend on the number of cores")
 
 
-def _make_check_text(forward: OrtForward, features: Features, first_token: int | None) -> Ints:
+def _make_check_text(forward: OrtForward, features: Features, first_token: int) -> Ints:
     """Returns a text of different tokens, as `check_logits` describes."""
-    tokens = np.array([_FIRST_CHECK_TOKEN if first_token is None else first_token], np.int32) % forward.vocab_size
+    tokens = np.array([first_token % forward.vocab_size], np.int32)
     while len(tokens) < _CHECK_TOKENS:
         logits = feed_in_pieces(forward, tokens, (len(tokens),), features=features, num_logits=1)[0]
         logits[tokens] = -np.inf

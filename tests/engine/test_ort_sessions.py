@@ -118,7 +118,17 @@ def test_graph_in_groups_is_kept_where_rounding_per_token_is_too_imprecise(
     assert np.array_equal(logits(model), expected)
 
 
-def test_text_of_the_check_begins_as_the_models_texts_do(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("named", "first"),
+    [
+        ({"bos_token_id": 77}, 77),
+        ({"bos_token_id": None, "text_config": {"bos_token_id": 77}}, 77),
+        ({"bos_token_id": None}, 13),
+    ],
+)
+def test_text_of_the_check_begins_as_the_models_texts_do(
+    model: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any], first: int
+) -> None:
     """Without its first token a model may give all attention to few tokens, and rounding looks like an error."""
     texts: list[list[int]] = []
     sound = check.feed_in_pieces
@@ -128,10 +138,10 @@ def test_text_of_the_check_begins_as_the_models_texts_do(model: Path, monkeypatc
         return sound(of, tokens, *rest, **settings)
 
     config = model / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token_id": 77}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | named))
     monkeypatch.setattr(check, "feed_in_pieces", note)
     load(model)
-    assert {text[0] for text in texts} == {77}
+    assert {text[0] for text in texts} == {first}
     assert len(set(texts[-1])) == len(texts[-1])
 
 
