@@ -140,9 +140,11 @@ def check_logits(
 
 def _make_check_text(forward: OrtForward, features: Features, first_token: int) -> Ints:
     """Returns a text of different tokens, as `check_logits` describes."""
+    caches = [FlatCache(FlatAttentionMetadata()) for _ in forward.shapes]
     tokens = np.array([first_token % forward.vocab_size], np.int32)
     while len(tokens) < _CHECK_TOKENS:
-        logits = feed_in_pieces(forward, tokens, (len(tokens),), features=features, num_logits=1)[0]
+        last, segments = tokens[-1:], [Segment(0, len(tokens) - 1, 1)]
+        (logits,) = forward(last, segments, caches, np.arange(1), features=features(last))["logits"]
         logits[tokens] = -np.inf
         tokens = np.append(tokens, np.int32(logits.argmax()))
     return tokens
