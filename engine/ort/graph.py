@@ -30,7 +30,8 @@ from outrider.engine.ort.layers import (
 
 _MICROSOFT_DOMAIN = "com.microsoft"
 _MICROSOFT_OPS = (
-    "GroupQueryAttention", "MatMulIntegerToFloat", "MatMulNBits", "QuickGelu", "SkipSimplifiedLayerNormalization",
+    "BranchwiseRMSNorm", "GroupQueryAttention", "MatMulIntegerToFloat", "MatMulNBits", "QuickGelu",
+    "SkipSimplifiedLayerNormalization",
 )  # fmt: skip
 _OPSET_VERSION, _IR_VERSION = 21, 10
 # The tolerance, in quantisation steps, for zero points that are integers up to the rounding of half-precision scales.
@@ -234,10 +235,10 @@ class Builder:
         self.op("SkipSimplifiedLayerNormalization", x, y, self.weight(weight), outputs=outputs, epsilon=eps)
         return outputs[0]
 
-    def head_norm(self, x: str, layer: nn.Module, heads: int, width: int) -> str:
+    def head_norm(self, x: str, layer: nn.Module, heads: int) -> str:
         """Adds the norm of each of the `heads` in x [T, heads x width]."""
-        apart = self.op("Reshape", x, self.ints(-1, heads, width))
-        return str(self.op("Reshape", self.norm(apart, layer), self.ints(-1, heads * width)))
+        weight, eps = _norm_parameters(layer)
+        return str(self.op("BranchwiseRMSNorm", x, self.weight(weight), num_branches=heads, epsilon=eps))
 
 
 @as_model_error()
@@ -288,8 +289,8 @@ def _attention(
         q, k, v = f"q_{number}", f"k_{number}", f"v_{number}"
         widths = b.ints(heads * width, kv_heads * width, kv_heads * width)
         b.op("Split", qkv, widths, outputs=[q, k, v], axis=-1)
-        q = b.head_norm(q, attention.q_norm, heads, width)
-        k = b.head_norm(k, attention.k_norm, kv_heads, width)
+        q = b.head_norm(q, attention.q_norm, heads)
+        k = b.head_norm(k, attention.k_norm, kv_heads)
         qkv = b.op("Concat", q, k, v, axis=-1)
     apart = b.op("Reshape", b.op("Cast", qkv, to=b.kv_type), b.ints(-1, width))
     laid = b.op("Reshape", b.op("Gather", apart, "take", axis=0), "laid")
