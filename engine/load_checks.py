@@ -78,7 +78,7 @@ def probe_abilities(model: LoadedModel) -> Abilities:
         ModelError: the model can't decode: its forward fails, or its logits are NaN or infinite.
     """
     if model.cpu is not None:
-        return Abilities()  # `engine.ort` checks chains and rollbacks at load
+        return Abilities()  # `engine.ort` compares a chain at load, and flat buffers roll back at once
     with wrap_model_errors(f"a forward of this {model.model_type} model"):
         trials = [(before, _compute_reference(model, before)) for before in _make_fillers(model)]
     reason = ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,25 +117,21 @@ def check_logits(
         ModelError: the logits are not the model's own, or depend on what else is fed in the same forward.
     """
     tokens = _make_check_text(forward, features, first_token)
-    expected = own(tokens[:_REFERENCE_TOKENS])
-    logits = feed_in_pieces(forward, tokens, (_REFERENCE_TOKENS,), features=features)
-    mean = float(deviations(expected, mx.array(logits)).mean())
+    feed = partial(feed_in_pieces, forward, tokens, features=features)
+    mean = float(deviations(own(tokens[:_REFERENCE_TOKENS]), mx.array(feed((_REFERENCE_TOKENS,)))).mean())
     if not mean <= (_TOLERANCE_INT8 if forward.quantised else _TOLERANCE_FLOAT32):
         raise ModelError(f"its logits differ from the model's own by {mean:.2g} of their standard deviation")
     if not forward.quantised:
         return
     for forward.min_rows in (1, 2):
-        whole = feed_in_pieces(forward, tokens, (_CHECK_TOKENS,), features=features)
-        if (feed_in_pieces(forward, tokens, (1, 1, 2, 3, 4), features=features) == whole).all():
+        whole = feed((_CHECK_TOKENS,))
+        if (feed((1, 1, 2, 3, 4)) == whole).all():
             break
     else:
         raise ModelError("its logits depend on how many tokens are fed at once")
-    neighbours = feed_in_pieces(
-        forward, tokens, (3, 1, _CHECK_TOKENS - 4), features=features, neighbours=((0, 2), (2,), (0, 2))
-    )
-    if not (neighbours == whole).all():
+    if not (feed((3, 1, _CHECK_TOKENS - 4), neighbours=((0, 2), (2,), (0, 2))) == whole).all():
         raise ModelError("its logits depend on the other texts in the same forward")
-    if not (feed_in_pieces(forward, tokens, (1, 2, 8), True, features) == whole).all():
+    if not (feed((1, 2, 8), all_cores=True) == whole).all():
         raise ModelError("its logits depend on the number of cores")
 
 
@@ -178,8 +175,8 @@ def feed_in_pieces(
     for count, rows in zip(counts, neighbours or [()] * len(counts), strict=True):
         own = Segment(1, start, count)
         segments = sorted([own, *(Segment(row, 0, _NEIGHBOUR_TOKENS) for row in rows)], key=lambda segment: segment.row)
-        fed = [tokens[start : start + count] if segment is own else tokens[:_NEIGHBOUR_TOKENS] for segment in segments]
-        flat, begin = np.concatenate(fed), sum(segment.count for segment in segments if segment.row < own.row)
+        flat = np.concatenate([tokens[segment.start : segment.end] for segment in segments])
+        begin = sum(segment.count for segment in segments if segment.row < own.row)
         indices = np.arange(begin, begin + count)[-(num_logits or count) :]
         logits.append(forward(flat, segments, caches, indices, (), all_cores, features(flat))["logits"])
         start += count

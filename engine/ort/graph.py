@@ -121,14 +121,13 @@ class Builder:
     exact: bool = False
     per_token: bool = False
     biases: dict[str, tuple[Array, Array]] = field(default_factory=dict)
-    node_count: int = 0
 
-    def op(self, kind: str, *inputs: str, outputs: Sequence[str] | None = None, **attributes: Any) -> Any:
-        self.node_count += 1
-        name, domain = f"{kind}_{self.node_count}", _MICROSOFT_DOMAIN if kind in _MICROSOFT_OPS else ""
-        names = list(outputs) if outputs is not None else [name]
-        self.nodes.append(helper.make_node(kind, list(inputs), names, name=name, domain=domain, **attributes))
-        return names[0] if len(names) == 1 else names
+    def op(self, kind: str, *inputs: str, outputs: Sequence[str] = (), **attributes: Any) -> str:
+        """Adds a node; returns the name of its first output."""
+        name, domain = f"{kind}_{len(self.nodes)}", _MICROSOFT_DOMAIN if kind in _MICROSOFT_OPS else ""
+        names = outputs or [name]
+        self.nodes.append(helper.make_node(kind, inputs, names, name=name, domain=domain, **attributes))
+        return names[0]
 
     def weight(self, array: Array) -> str:
         name = f"weight_{len(self.weights)}"
@@ -144,13 +143,13 @@ class Builder:
         return name
 
     def scale(self, x: str, factor: float) -> str:
-        return x if factor == 1 else str(self.op("Mul", x, self.weight(np.array(factor, np.float32))))
+        return x if factor == 1 else self.op("Mul", x, self.weight(np.array(factor, np.float32)))
 
     def linear(self, x: str, layers: Sequence[nn.Module]) -> str:
         """Adds layers with the same input x [R, K], concatenated: [R, sum of N]. Layers of one form are one product."""
         first = layers[0]
         if len({_linear_form(layer) for layer in layers}) > 1:
-            return str(self.op("Concat", *(self.linear(x, [layer]) for layer in layers), axis=-1))
+            return self.op("Concat", *(self.linear(x, [layer]) for layer in layers), axis=-1)
         if isinstance(first, nn.QuantizedLinear | nn.QuantizedEmbedding):
             parts = [Affine.of(layer) for layer in layers]
             rows = zip(*((part.q, part.scales, part.biases) for part in parts), strict=True)
@@ -162,12 +161,12 @@ class Builder:
             if self.rounded and dense.shape[1] % _GROUP_SIZE == 0:
                 product = self._affine(x, Affine.rounded(dense))
             else:
-                product = str(self.op("MatMul", x, self.weight(dense.T)))
+                product = self.op("MatMul", x, self.weight(dense.T))
         else:
             raise TypeError(f"layers of kind {type(first).__name__} are not supported")
         if "bias" not in first:
             return product
-        return str(self.op("Add", product, self.weight(np.concatenate([to_numpy(layer.bias) for layer in layers]))))
+        return self.op("Add", product, self.weight(np.concatenate([to_numpy(layer.bias) for layer in layers])))
 
     def _affine(self, x: str, whole: Affine) -> str:
         """Adds a quantised product. Activations are rounded to 8 bits by block.
@@ -195,7 +194,7 @@ class Builder:
         if (points != 2 ** (bits - 1)).any():
             inputs.append(self.weight(_pack_levels(points, bits)))
         settings = {"K": used, "N": count, "bits": bits, "block_size": group, "accuracy_level": 4}
-        return str(self.op("MatMulNBits", *inputs, **settings))
+        return self.op("MatMulNBits", *inputs, **settings)
 
     def _per_token(self, x: str, whole: Affine) -> str:
         """Adds a product of 8-bit integers: one scale for each token's activations, one for each output's weights.
@@ -215,30 +214,29 @@ class Builder:
         largest = self.op("ReduceMax", self.op("Abs", turned), self.ints(-1), keepdims=1)
         rounded = self.op("QuantizeLinear", self.op("Div", turned, largest), step, middle)
         product = self.op("MatMulIntegerToFloat", rounded, self.weight(levels.T), step, self.weight(scales), middle)
-        return str(self.op("Mul", product, largest))
+        return self.op("Mul", product, largest)
 
     def _with_sums(self, x: str, depth: int, group: int, digits: int) -> str:
         """Adds x [R, K] followed by the sums of its groups, once for each digit; all but the last are whole groups."""
         count = depth // group
         sums = self.op("ReduceSum", self.op("Reshape", x, self.ints(-1, count, group)), self.ints(2), keepdims=0)
         padded = [self.op("Pad", sums, self.ints(0, 0, 0, -count % group)) for _ in range(digits - 1)]
-        return str(self.op("Concat", x, *padded, sums, axis=-1))
+        return self.op("Concat", x, *padded, sums, axis=-1)
 
     def norm(self, x: str, layer: nn.Module) -> str:
         weight, eps = _norm_parameters(layer)
-        return str(self.op("SimplifiedLayerNormalization", x, self.weight(weight), axis=-1, epsilon=eps))
+        return self.op("SimplifiedLayerNormalization", x, self.weight(weight), axis=-1, epsilon=eps)
 
     def add_and_norm(self, x: str, y: str, layer: nn.Module, total: str) -> str:
         """Adds the norm of x + y; the sum gets the name `total`."""
         weight, eps = _norm_parameters(layer)
         outputs = [f"normed_{total}", "", "", total]
-        self.op("SkipSimplifiedLayerNormalization", x, y, self.weight(weight), outputs=outputs, epsilon=eps)
-        return outputs[0]
+        return self.op("SkipSimplifiedLayerNormalization", x, y, self.weight(weight), outputs=outputs, epsilon=eps)
 
     def head_norm(self, x: str, layer: nn.Module, heads: int) -> str:
         """Adds the norm of each of the `heads` in x [T, heads x width]."""
         weight, eps = _norm_parameters(layer)
-        return str(self.op("BranchwiseRMSNorm", x, self.weight(weight), num_branches=heads, epsilon=eps))
+        return self.op("BranchwiseRMSNorm", x, self.weight(weight), num_branches=heads, epsilon=eps)
 
 
 @as_model_error()
@@ -297,8 +295,8 @@ def _attention(
     inputs = [laid, "", "", f"k{number}", f"v{number}", "lengths", "total", *angles, "places", mask]
     outputs = [f"found_{number}", f"new_k{number}", f"new_v{number}"]
     settings = {"num_heads": kv_heads, "kv_num_heads": kv_heads, "do_rotary": 1, "scale": float(attention.scale)}
-    b.op("GroupQueryAttention", *inputs, *[""] * 5, "counts", outputs=outputs, **settings)
-    found = b.op("Gather", b.op("Reshape", f"found_{number}", b.ints(-1, width)), "back", axis=0)
+    found = b.op("GroupQueryAttention", *inputs, *[""] * 5, "counts", outputs=outputs, **settings)
+    found = b.op("Gather", b.op("Reshape", found, b.ints(-1, width)), "back", axis=0)
     flat = b.op("Reshape", found, b.ints(-1, heads * width))
     return b.linear(b.op("Cast", flat, to=TensorProto.FLOAT), [attention.o_proj])
 
