@@ -124,7 +124,7 @@ class OrtForward:
         self.min_rows = 1
         self.cached = self._sessions.cached
         self._embedding = Embedding(decoder.embedding, decoder.factor, self.cached.folder if self.cached else None)
-        self._angles: list[tuple[Array, Array]] = []
+        self._angles: list[Array] = []  # of each rope: cosines and sines, [2, positions, width / 2]
         self._bindings: dict[Any, Any] = {}
         self._tabulate_angles(_ANGLE_BLOCK_POSITIONS)
 
@@ -249,11 +249,10 @@ class OrtForward:
 
     def _tabulate_angles(self, count: int) -> None:
         """Tabulates the angles of the first `count` positions, or of more."""
-        if self._angles and count <= len(self._angles[0][0]):
+        if self._angles and count <= self._angles[0].shape[1]:
             return
         positions = -(-2 * count // _ANGLE_BLOCK_POSITIONS) * _ANGLE_BLOCK_POSITIONS
-        tables = [rope_angles(rope, width, positions).astype(self.kv_dtype) for rope, width in self._layout.ropes]
-        self._angles = [(cos, sin) for cos, sin in tables]
+        self._angles = [rope_angles(rope, width, positions).astype(self.kv_dtype) for rope, width in self._layout.ropes]
         self._bindings.clear()
 
 
