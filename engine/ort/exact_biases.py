@@ -39,7 +39,10 @@ _PAGE_BYTES = mmap.PAGESIZE
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive pages: their offsets in the file of packed weights and in that of biases, and their size in bytes."""
+    """A product's pages: their offsets in the files of packed weights and of biases, and their size in bytes.
+
+    Products may share a page, of which all copies are equal.
+    """
 
     source: int
     place: int
@@ -69,17 +72,18 @@ def write(graph: Path, weights: Path, biases: Mapping[str, tuple[Array, Array]])
         for entry in initializer.external_data
         if entry.key.startswith("prepacked")
     }
-    content, pages = np.memmap(weights, np.uint8, "c"), set[int]()  # changes stay in memory
+    content, places = np.memmap(weights, np.uint8, "c"), set[tuple[int, int]]()  # changes stay in memory
     for name, (rounded, exact) in biases.items():
         # such as "MatMulNBits+952075015912901200|294144;437886;0": a hash, then offset, length and padding
         begin, length = map(int, packed.get(name, "|0;0;").rpartition("|")[2].split(";")[:2])
         replaced = _replace(content[begin : begin + length], rounded, exact)
         if replaced is None:
             raise ModelError("its packed weights have no place for exact biases")
-        pages.update(_pages(*(begin + byte for byte in replaced)))
+        pages = _pages(*(begin + byte for byte in replaced))
+        places.add((pages.start, pages.stop))
     runs = list[_Run]()
     with open(graph.parent / _PAGES_FILE, "wb") as file:
-        for first, stop in _consecutive_ranges(sorted(pages)):
+        for first, stop in sorted(places):
             run = _Run(first * _PAGE_BYTES, file.tell(), (stop - first) * _PAGE_BYTES)
             file.write(content[run.source : run.source + run.length].tobytes().ljust(run.length, b"\0"))
             runs.append(run)
@@ -145,14 +149,6 @@ def _to_bytes(numbers: Array) -> bytes:
 def _pages(first: int, end: int) -> range:
     """Returns the pages that contain bytes from `first` to before `end`."""
     return range(first // _PAGE_BYTES, -(-end // _PAGE_BYTES))
-
-
-def _consecutive_ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields the first and the end of each sequence of consecutive numbers."""
-    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
-    for part in np.split(np.array(numbers, np.int64), breaks):
-        if len(part):
-            yield int(part[0]), int(part[-1]) + 1
 
 
 def _mappings(file: Path) -> Iterator[tuple[int, int, int]]:
