@@ -23,7 +23,7 @@ from outrider.engine.hidden_states import find_backbone, find_embedding, find_ou
 from outrider.engine.loading import LoadedModel, flat_rope_fields
 from outrider.protocol.digest import digests_match, model_digest
 from outrider.protocol.errors import CannotDraft, first_line
-from outrider.protocol.heads import head_kind
+from outrider.protocol.heads import head_kind, text_config
 
 Weights = dict[str, mx.array]
 Layer = Callable[[mx.array], mx.array]
@@ -50,7 +50,7 @@ class HeadTarget:
     def of(cls, model: LoadedModel) -> HeadTarget:
         backbone, _ = find_backbone(model.model)
         table, inner = find_embedding(backbone), getattr(model.model, "language_model", model.model)
-        config = model.config.get("text_config") or model.config
+        config = text_config(model.config)
         factor = int(config["hidden_size"]) ** 0.5 if model.model_type.startswith("gemma") else 1.0
         embed: Layer = lambda tokens: table(tokens)  # noqa: E731
         return cls(config, model.vocab_size, model.context_length, embed, find_output_layer(inner, backbone), factor)
@@ -87,16 +87,16 @@ def read_weights(folder: Path, prefix: str = "") -> Weights:
     Reads only the shards that have them.
     """
     weights: Weights = {}
+    files, file = sorted(folder.glob("[!.]*.safetensors")), folder / "model.safetensors.index.json"
     try:
-        files, index = sorted(folder.glob("[!.]*.safetensors")), folder / "model.safetensors.index.json"
-        if index.is_file():
-            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if file.is_file():
+            shards = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
             files = sorted({folder / name for key, name in shards.items() if key.startswith(prefix)})
         for file in files:
             tensors = cast(Weights, mx.load(str(file)))
             weights |= {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CannotDraft(f"{folder} can't be read ({first_line(error)}); download the head again") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise CannotDraft(f"{file} can't be read ({first_line(error)}); download the head again") from error
     if not weights:
         raise CannotDraft(
             f"{folder} has no tensors {prefix}* in .safetensors files; use the original repository (docs/heads.md)"

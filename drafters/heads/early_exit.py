@@ -47,6 +47,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
 from outrider.protocol.errors import CannotDraft
+from outrider.protocol.heads import text_config
 from outrider.protocol.sampling import SamplingParams
 
 _MAX_CHAIN_TOKENS = 8
@@ -265,7 +266,7 @@ def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDra
 
 def _check_target(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:
     """Raises CannotDraft if the adapter is for another target."""
-    config = target.config.get("text_config") or target.config
+    config = text_config(target.config)
     expected = (settings.hidden_size, settings.num_hidden_layers, settings.vocab_size)
     actual = (int(config["hidden_size"]), count, int(config["vocab_size"]))
     if expected != actual:

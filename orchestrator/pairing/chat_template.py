@@ -149,7 +149,7 @@ def _compile_template(template: str) -> Template:
 
 def _named_template(value: object, name: str) -> str | None:
     entries = value if isinstance(value, list) else [{"name": _DEFAULT_NAME, "template": value}]
-    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
     template = named.get(name)
     return template if isinstance(template, str) else None
 

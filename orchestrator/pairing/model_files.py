@@ -148,7 +148,7 @@ def find_own_head(name: str) -> ModelFiles:
     if name == TINY or name in PULLED_MODELS or _find_path(name) is not None:
         return find_model(name)
     described = find_model(name, weights=False)
-    places = read_json(described.folder / "model.safetensors.index.json").get("weight_map", {})
+    places = _read_weight_map(described.folder)
     names = head_tensor_prefixes(read_json(described.folder / "config.json"))
     shards = sorted({str(file) for key, file in places.items() if key.startswith(names)})
     if places and not shards:
@@ -247,9 +247,16 @@ def _fetch_from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Pat
 def _has_weights(folder: Path, shards: Sequence[str]) -> bool:
     if shards:
         return all((folder / shard).is_file() for shard in shards)
-    index = read_json(folder / "model.safetensors.index.json")
-    names = set(index.get("weight_map", {}).values()) or {"model.safetensors"}
-    return all((folder / str(file)).is_file() for file in names) or (not index and any(folder.glob("*.safetensors")))
+    names = set(map(str, _read_weight_map(folder).values()))
+    return all((folder / file).is_file() for file in names) if names else any(folder.glob("*.safetensors"))
+
+
+def _read_weight_map(folder: Path) -> dict[str, Any]:
+    """Returns the file of each tensor by a folder's index; empty if it has none. Raises ModelError."""
+    places = read_json(path := folder / "model.safetensors.index.json").get("weight_map", {})
+    if not isinstance(places, dict):
+        raise ModelError(f"{path} has a weight_map that is not an object; download the model again")
+    return places
 
 
 def _hub_error_reason(error: Exception) -> str:

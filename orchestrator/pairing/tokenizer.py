@@ -25,6 +25,7 @@ from outrider.orchestrator.pairing.chat_template import Message, chat_template, 
 from outrider.orchestrator.pairing.detokenizer import Spelling, decoder_kinds
 from outrider.orchestrator.pairing.model_files import ModelFiles, read_json
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line
+from outrider.protocol.heads import text_config
 from outrider.protocol.sampling import SamplingParams
 
 MAX_SAMPLES = 3
@@ -98,7 +99,7 @@ def load_codec(model: ModelFiles, template: bool = False) -> TextCodec:
     special = _read_special_tokens(model.folder, config)
     tokenizer = _load_tokenizer(model, [*special.values(), *_read_added_tokens(model.folder, config)])
     sizes, generation = (read_json(model.folder / name) for name in ("config.json", "generation_config.json"))
-    places = (generation, sizes, sizes.get("text_config") or {})
+    places = (generation, sizes, text_config(sizes))
     ends = next(filter(None, (_token_set(place.get("eos_token_id")) for place in places)), frozenset[int]())
     if "eos_token" in special:
         ends |= _token_set(tokenizer.token_to_id(special["eos_token"]))

@@ -166,6 +166,12 @@ def test_invalid_head_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(CannotDraft, match="download the head again"):
         head_of(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for places in ([], {}, {"weight_map": []}, {"weight_map": {"a": 1}}):
+        index.write_text(json.dumps(places))
+        with pytest.raises(CannotDraft, match=f"{index} .*download the head again"):
+            head_of(tmp_path)
+    index.unlink()
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.zeros(1)})
     with pytest.raises(CannotDraft, match="not a head of kind eagle3"):
         head_of(tmp_path)

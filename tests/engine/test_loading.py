@@ -18,6 +18,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model, save_model
 
+from outrider.drafters.heads.checkpoint import HeadTarget
 from outrider.engine import memory
 from outrider.engine.loading import flat_rope_fields, load
 from outrider.protocol.errors import ModelError
@@ -244,6 +245,14 @@ def test_wired_limit_leaves_room_within_the_recommended_size() -> None:
     small = memory.wired_limit(2**30, 96 * 2**30)
     assert 2**30 < small < 8 * 2**30
     assert memory.wired_limit(95 * 2**30, 96 * 2**30) == 96 * 2**30
+
+
+def test_text_config_of_another_type_is_ignored(tiny_model: TinyModel, tmp_path: Path) -> None:
+    path = shutil.copytree(tiny_model("llama"), tmp_path / "odd")
+    config = json.loads((path / "config.json").read_text())
+    config.pop("bos_token_id", None)
+    (path / "config.json").write_text(json.dumps({**config, "text_config": "x"}))
+    assert HeadTarget.of(load(path)).config["model_type"] == "llama"
 
 
 @pytest.mark.parametrize("device", [mx.cpu, mx.gpu])

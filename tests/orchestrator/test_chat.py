@@ -95,7 +95,7 @@ def test_named_templates_are_found_where_transformers_looks(model_folder, tmp_pa
     from transformers import AutoTokenizer
 
     named = [{"name": "tool_use", "template": "with tools"}, {"name": "default", "template": "plain"}]
-    write_config(model_folder, chat_template=named)
+    write_config(model_folder, chat_template=named if saved else [*named, {"name": ["not text"]}])
     if saved:
         AutoTokenizer.from_pretrained(str(model_folder)).save_pretrained(str(tmp_path / "saved"))
         model_folder = tmp_path / "saved"

@@ -153,6 +153,17 @@ def test_model_that_is_cached_in_part_is_not_taken_for_whole(tmp_path, monkeypat
             find_model(f"org/{name}")
 
 
+@pytest.mark.parametrize("index", [[], {"weight_map": []}, {"weight_map": "x"}, {"weight_map": None}])
+def test_index_of_another_form_is_named(tmp_path, monkeypatch, index):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached_repository(tmp_path, "odd", "config.json", "model.safetensors.index.json")
+    (file,) = tmp_path.rglob("*.index.json")
+    file.write_text(json.dumps(index))
+    for find in (find_model, find_own_head):
+        with pytest.raises(ModelError, match=rf"^{file} (holds list; expected|has a weight_map)"):
+            find("org/odd")
+
+
 def test_unreadable_gguf_file_is_reported(tmp_path, monkeypatch):
     file = tmp_path / "a.gguf"
     file.write_bytes(b"GGUF")

@@ -115,6 +115,8 @@ def test_end_tokens_come_from_generation_config_config_and_tokenizer(model_folde
     assert ends() == {0}
     change(model_folder, "config.json", eos_token_id=None, text_config={"eos_token_id": 9})
     assert ends() == {0, 9}, "where transformers 5 saves those of a model with images"
+    change(model_folder, "config.json", text_config=["not an object"])
+    assert ends() == {0}
     change(model_folder, "config.json", eos_token_id=[5, 6])
     assert ends() == {0, 5, 6}
     change(model_folder, "generation_config.json", eos_token_id=7)
