@@ -21,6 +21,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from glob import escape
 from importlib.metadata import version
 from itertools import permutations, product
 from pathlib import Path
@@ -275,7 +276,10 @@ def convert(
     folders = [path.resolve() for path in (destination, mlx_out) if path is not None]
     if any(one.is_relative_to(other) for one, other in permutations(folders, 2)):
         raise InvalidRequest(f"{destination} and {mlx_out} overlap; expected two separate folders")
-    partial_package = destination.parent / f".{destination.name}.{os.getpid()}.partial"
+    unfinished = f".{destination.name}.partial-"
+    for left in destination.parent.glob(f"{escape(unfinished)}*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    partial_package = destination.parent / f"{unfinished}{os.getpid()}"
     try:
         partial_package.mkdir(parents=True)
         manifest, weights = write_package(model, partial_package, options, progress, copies=2 if mlx_out else 1)

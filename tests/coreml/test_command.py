@@ -24,6 +24,14 @@ finally:
         raise RuntimeError("torch or tensorflow was imported")
 """
 """The same program, which fails if it has imported one of them at its end."""
+KILLED = """
+import os
+from outrider.drafters.coreml import converter
+from outrider.orchestrator.cli import main
+converter.write_package = lambda *_, **__: os.kill(os.getpid(), 9)
+main()
+"""
+"""The same program, killed while it writes the package."""
 
 
 def test_one_model_makes_one_package_without_torch_or_tensorflow(
@@ -33,6 +41,8 @@ def test_one_model_makes_one_package_without_torch_or_tensorflow(
     out, twin = tmp_path / "deep" / "package", tmp_path / "twin"
     line = ["convert", "--model", str(model), "--out", str(out), "--context", "64", "--mode", "hybrid",
             "--weights", "int8", "--mlx-out", str(twin)]  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", KILLED, *line], timeout=200, check=False).returncode == -9
+    assert any(out.parent.iterdir())
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, *line], capture_output=True, text=True, timeout=200, check=False
     )
