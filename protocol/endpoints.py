@@ -187,8 +187,8 @@ def find_client_keys(
     if is_local(where):
         return None
     raise KeyFault(
-        f"{endpoint} is on another machine, and no key of its server is trusted; run `outrider keys trust {host} KEY`"
-        " (or add --server-key KEY) with the key that `outrider serve` prints there"
+        f"{endpoint} is on another machine, and no key of its server is trusted; with the key that `outrider serve`"
+        f" prints there, run {keyring.command(f'trust {host} KEY')} or add --server-key KEY"
     )
 
 

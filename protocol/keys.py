@@ -12,6 +12,7 @@ import base64
 import binascii
 import fcntl
 import os
+import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -138,6 +139,11 @@ class Keyring:
         self._secret, self.allowed_file = self.folder / "secret", self.folder / "allowed"
         self._servers = self.folder / "servers"
 
+    def command(self, words: str) -> str:
+        """Returns a command line of `outrider keys` for this folder, which messages recommend."""
+        where = "" if self.folder == default_folder() else f" --keys {shlex.quote(str(self.folder))}"
+        return f"`outrider keys {words}{where}`"
+
     def make(self, overwrite: bool = False) -> KeyPair:
         """Creates and saves the user's key pair. `overwrite`: replace an existing one."""
         pair = make_pair()
@@ -154,13 +160,13 @@ class Keyring:
         """Returns the user's key pair."""
         lines = list(self._lines(self._secret))
         if not lines:
-            raise KeyFault(f"there is no key in {self.folder}; create one with `outrider keys make`")
+            raise KeyFault(f"there is no key in {self.folder}; create one with {self.command('make')}")
         if len(lines) != 1:
             raise KeyFault(f"{self._secret} has {len(lines)} lines; expected one secret key")
         try:
             return derive_pair(parse_key(lines[0]))
         except KeyFault:  # its message would show the line, which may be a secret
-            raise KeyFault(f"{self._secret} holds no key; expected a file of `outrider keys make`") from None
+            raise KeyFault(f"{self._secret} holds no key; expected a file of {self.command('make')}") from None
 
     def allowed(self) -> tuple[AllowedKey, ...]:
         """Returns the allowed keys, in the order in which they were allowed."""
@@ -189,7 +195,7 @@ class Keyring:
             allowed = self.allowed()
             revoked = [entry for entry in allowed if key_or_name in (entry.key, entry.name)]
             if not revoked:
-                raise KeyFault(f"no allowed key is called {key_or_name!r}; `outrider keys list` lists them all")
+                raise KeyFault(f"no allowed key is called {key_or_name!r}; {self.command('list')} lists them all")
             self._write(self.allowed_file, [str(entry) for entry in allowed if entry not in revoked])
             return revoked
 
@@ -217,7 +223,7 @@ class Keyring:
             servers = self.servers()
             if servers.pop(place, None) is None:
                 raise KeyFault(
-                    f"there is no trusted key for a server at {place!r}; `outrider keys list` lists them all"
+                    f"there is no trusted key for a server at {place!r}; {self.command('list')} lists them all"
                 )
             self._write_servers(servers)
 

@@ -68,7 +68,7 @@ def _list(ring: Keyring, options: argparse.Namespace) -> None:
     rows += [(allowed.role, allowed.key, allowed.name) for allowed in ring.allowed()]
     rows += [("server", key, place) for place, key in ring.servers().items()]
     if not rows:
-        say(f"No key in {ring.folder}; `outrider keys make` creates one.")
+        say(f"No key in {ring.folder}; {ring.command('make')} creates one.")
     for row in rows:
         print("{:8} {} {}".format(*row).rstrip())
 

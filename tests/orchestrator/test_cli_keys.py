@@ -74,6 +74,16 @@ def test_each_keys_folder_has_its_own_identity(run: Run, tmp_path: Path) -> None
     assert run("keys", "show")[0] == KeyFault.exit_code
 
 
+def test_recommended_command_names_the_folder(run: Run, tmp_path: Path) -> None:
+    folder = ("--keys", str(tmp_path / "my keys"))
+    named = f"--keys '{tmp_path / 'my keys'}'`"
+    assert f"`outrider keys make {named}" in run("keys", "list", *folder)[2]
+    assert f"`outrider keys make {named}" in run("keys", "show", *folder)[2]
+    assert f"`outrider keys list {named}" in run("keys", "revoke", "mini", *folder)[2]
+    connected = run("generate", "-p", "x", "--connect", "tcp://192.0.2.1:5", *folder)[2]
+    assert f"`outrider keys trust 192.0.2.1 KEY {named}" in connected
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -267,7 +267,9 @@ def test_remote_endpoints_require_keys(endpoint: str, tmp_path: Path) -> None:
         with pytest.raises(EndpointError):
             connect(socket, endpoint)
     for settings in (ServeSettings(endpoint=endpoint), ServeSettings(workers_endpoint=endpoint)):
-        with pytest.raises(KeyFault, match=r"can't be served without keys: there is no key .* `outrider keys make`"):
+        with pytest.raises(
+            KeyFault, match=r"can't be served without keys: there is no key .* `outrider keys make --keys "
+        ):
             create_curve_auth(ServeSettings(**{**_set(settings), "keys": tmp_path / "none"}), context)
     context.term()
 

@@ -82,7 +82,7 @@ def test_key_files_are_private_under_an_open_umask(tmp_path: Path) -> None:
 
 
 def test_missing_own_key_error_names_the_command_that_creates_it(tmp_path: Path) -> None:
-    with pytest.raises(KeyFault, match=r"there is no key in .*; create one with `outrider keys make`"):
+    with pytest.raises(KeyFault, match=r"there is no key in .*; create one with `outrider keys make --keys "):
         Keyring(tmp_path / "none").own()
 
 
@@ -186,7 +186,7 @@ def test_trusted_key_for_host_and_port_precedes_that_for_the_host(ring: Keyring)
     ring.forget("studio.local:5556")
     assert find_client_keys(FAR, folder=ring.folder) == ClientKeys(ring.own(), KEY)
     ring.forget("studio.local")
-    with pytest.raises(KeyFault, match=r"is on another machine.* `outrider keys trust studio.local KEY`"):
+    with pytest.raises(KeyFault, match=r"is on another machine.* `outrider keys trust studio.local KEY --keys "):
         find_client_keys(FAR, folder=ring.folder)
     with pytest.raises(KeyFault, match="no trusted key for a server"):
         ring.forget("studio.local")
