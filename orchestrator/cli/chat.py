@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 import termios
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fcntl import ioctl
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -131,6 +133,8 @@ class Editor:
         )
 
     def read(self) -> UserInput | None:
+        if select.select([sys.stdin], [], [], 0)[0] and not any(ioctl(sys.stdin, termios.FIONREAD, bytes(4))):
+            return None  # Ctrl-D was pressed during the answer; Linux would turn it into another key for the editor
         attributes = termios.tcgetattr(sys.stdin)
         try:
             return parse_entry(self._session.prompt(PROMPT))

@@ -309,6 +309,18 @@ def test_sigint_on_a_terminal_stops_the_answer_and_quit_exits(served, tmp_path):
     assert served.core.wait_for(Stop)[0].reason == "cancelled"
 
 
+def test_ctrl_d_during_an_answer_ends_the_chat_after_it(served, tmp_path):
+    half = served.codec.encode("half", special=False)
+    served.core.play = lambda admit: [RequestBegan(admit.request, "ssd"), Committed(admit.request, half)]
+    with Typist(tmp_path, "--connect", served.endpoint) as typist:
+        typist.until(READY)
+        typist.types(b"one\r")
+        typist.until(b"half")
+        typist.types(b"\x04")
+        typist.process.send_signal(signal.SIGINT)
+        assert typist.process.wait(30) == 0
+
+
 def test_interrupt_while_the_prompt_is_read_erases_the_progress(served, tmp_path):
     served.core.play = lambda admit: [RequestBegan(admit.request, "ssd"), Progress(admit.request, 512, 751)]
     with Typist(tmp_path, "--connect", served.endpoint) as typist:
