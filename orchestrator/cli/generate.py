@@ -273,7 +273,7 @@ def prompt_of(options: argparse.Namespace) -> str | tuple[Message, ...]:
     """
     before = load_messages(options.system_prompt, options.chat)
     if options.prompt is None and options.chat is None:
-        raise InvalidRequest("there is no prompt; expected PROMPT, or --chat with a conversation")
+        raise InvalidRequest("there is no prompt; expected PROMPT (- is stdin), or --chat with a conversation")
     if options.prompt is None:
         if before[-1]["role"] == "assistant":
             raise InvalidRequest(f"{options.chat} ends with an answer; give the next message with --prompt")

@@ -180,6 +180,8 @@ def run(options: argparse.Namespace) -> int:
 def _generate_output(options: argparse.Namespace, screen: Screen) -> dict[str, Any]:
     if options.prompt is None and options.chat is None:
         raise InvalidRequest("there is nothing to verify; expected --json-file, or --prompt to generate an output")
+    if options.prompt and (options.prompt.endswith(".json") or os.path.isfile(options.prompt)):
+        raise InvalidRequest(f"the prompt is a file; expected --json-file {options.prompt}, or text to complete")
     prompt = prompt_of(options)
     request = request_of(options, prompt)
     request.sampling.require_coupled()

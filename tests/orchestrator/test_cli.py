@@ -175,7 +175,7 @@ def test_version_is_printed(run):
         (["generate", "-p", "--json"], 2, "expected one argument"),
         (["worker", "draft", "--connect", "ipc:///tmp/no/such"], 4, "no server at ipc:///tmp/no/such"),
         (["generate", "-p", "x", "--connect", "ipc:///tmp/no/such"], 4, "no server at ipc:///tmp/no/such"),
-        (["generate"], 2, "there is no prompt; expected PROMPT, or --chat"),
+        (["generate"], 2, "there is no prompt; expected PROMPT (- is stdin), or --chat"),
         (["generate", "-p", "x", "--temp", "hot"], 2, "argument --temp/--temperature: 'hot' is not a number; see"),
         (["generate", "-p", "x", "-n", "1.5"], 2, "argument --max-tokens/-m/-n: '1.5' is not a whole number"),
         (["serve", "--branches", "many"], 2, "argument --branches: 'many' is not a whole number"),
@@ -262,6 +262,8 @@ def test_version_is_printed(run):
         (["verify", "--json-file", str(PACKAGE_FOLDER / "__init__.py")], 2, "is not a JSON object (Expected"),
         (["verify", "--json-file", "/no/such", "--cpu-kernels", "x"], 2, "cpu_kernels is 'x'; expected one of auto"),
         (["verify"], 2, "nothing to verify; expected --json-file, or --prompt"),
+        (["verify", "answer.json"], 2, "the prompt is a file; expected --json-file answer.json"),
+        (["verify", __file__], 2, "the prompt is a file"),
         (["doctor", "--log-level", "x"], 2, "log_level is 'x'; expected one of debug"),
     ],
 )
