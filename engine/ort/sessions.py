@@ -119,7 +119,7 @@ class CachedGraph:
         state = json.dumps([model_digest(model), written, code, kernel_name()])
         name = f"{_short_hash(os.fspath(model.resolve()))}.{_short_hash(state)}"
         cached = cls(cache_folder() / "graphs" / name)
-        return cached if cached.weights.exists() or _has_room(size) else None
+        return cached if os.path.exists(cached.weights) or _has_room(size) else None
 
     @property
     def file(self) -> str:

@@ -275,6 +275,11 @@ def unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "below"))
 
 
+def test_cache_that_cannot_be_looked_up_is_not_used(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, "/" + "x" * 300)
+    assert load(model).cpu is not None
+
+
 def test_unwritable_cache_does_not_change_the_logits(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
