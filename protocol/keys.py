@@ -154,7 +154,7 @@ class Keyring:
 
     @property
     def has_own(self) -> bool:
-        return self._secret.exists()
+        return os.path.exists(self._secret)
 
     def own(self) -> KeyPair:
         """Returns the user's key pair."""

@@ -271,7 +271,7 @@ def convert(
     """
     progress = progress or (lambda stage, done, total: None)
     for path in (destination, mlx_out):
-        if path is not None and path.exists():
+        if path is not None and os.path.exists(path):
             raise InvalidRequest(f"{path} already exists; remove it, or choose another folder")
     folders = [path.resolve() for path in (destination, mlx_out) if path is not None]
     if any(one.is_relative_to(other) for one, other in permutations(folders, 2)):
@@ -299,7 +299,7 @@ def convert(
 
 def write_error(path: Path, error: OSError) -> ModelError:
     """Returns the error for a package that can't be written to `path`."""
-    return ModelError(f"{path} can't be written ({error.strerror or error}); free some space and try again")
+    return ModelError(f"{path} can't be written ({error.strerror or error}); free some space, or choose another folder")
 
 
 def _check_space(directory: Path, layout: PackageLayout, copies: int) -> None:

@@ -94,11 +94,11 @@ def _find_path(name: str) -> Path | None:
     """Returns the path of this name; None if there is none.
 
     Raises:
-        ModelError: it can't be looked up: a folder may not be entered, there is no such user's home, ...
+        ModelError: it can't be looked up: this folder or another may not be entered, there is no such user's home, ...
     """
     try:
         path = Path(name).expanduser()
-        return path if path.exists() else None
+        return path if (path / "config.json").exists() or path.exists() else None
     except (OSError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ModelError(f"{name[:200]} can't be opened ({why}); {_EXPECTED_NAME}") from None

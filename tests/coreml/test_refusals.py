@@ -201,6 +201,11 @@ def test_existing_destination_is_refused(tiny_model: Model, tmp_path: Path) -> N
         convert(tiny_model("llama", **SIZES), tmp_path / "mine", SHORT)
 
 
+def test_path_that_cannot_be_looked_up_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"can't be written \(File name too long\); .* choose another folder"):
+        convert(tmp_path, tmp_path / ("x" * 300), SHORT)
+
+
 def test_conversion_without_enough_free_space_is_refused(
     tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,18 @@ def test_path_that_cannot_be_looked_up_raises_model_error(name, monkeypatch):
         find_model(name)
 
 
+def test_folder_that_may_not_be_entered_raises_model_error(model_folder, monkeypatch):
+    def forbidden(self):
+        if self.parent == model_folder:
+            raise PermissionError(13, "Permission denied")
+        return True
+
+    for name in ("exists", "is_file"):  # as up to Python 3.13
+        monkeypatch.setattr(Path, name, forbidden)
+    with pytest.raises(ModelError, match=r"can't be opened \(Permission denied\)"):
+        find_model(str(model_folder))
+
+
 def test_uncached_model_error_says_why_it_was_not_fetched():
     with pytest.raises(ModelError, match="no model org/name: there is no such folder, and offline mode is on"):
         find_model("org/name")

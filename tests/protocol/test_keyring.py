@@ -94,6 +94,13 @@ def test_folder_of_keys_that_is_a_file_keeps_its_mode(tmp_path: Path) -> None:
         Keyring(file).allowed()
 
 
+def test_folder_that_cannot_be_looked_up_is_refused(tmp_path: Path) -> None:
+    ring = Keyring(tmp_path / ("x" * 300))
+    assert not ring.has_own
+    with pytest.raises(KeyFault, match="File name too long"):
+        ring.make()
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666, 0o644])
 def test_keys_accessible_to_others_are_refused_with_the_remedy(ring: Keyring, mode: int) -> None:
     secret(ring).chmod(mode)
