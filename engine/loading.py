@@ -22,13 +22,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import dequantize_model, get_total_parameters, load_config, load_model
+from mlx_lm.utils import dequantize_model, get_total_parameters, load_model
 
 from outrider.engine import memory, positions
 from outrider.engine.cache import flatten_caches, is_attention
 from outrider.engine.hidden_states import ReducedLMHead
 from outrider.engine.ort.check import open_forward
 from outrider.engine.ort.forward import OrtForward
+from outrider.protocol.digest import read_json
 from outrider.protocol.errors import ModelError, first_line, wrap_model_errors
 from outrider.protocol.heads import context_length
 from outrider.protocol.process import physical_memory
@@ -181,13 +182,8 @@ def find_model_folder(name: str | Path) -> Path:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Returns the config.json of a model folder. Raises ModelError if it can't be a model's."""
-    try:
-        config: dict[str, Any] = load_config(path)
-    except ValueError as error:
-        raise ModelError(
-            f"{path / 'config.json'} is not JSON ({first_line(error)}): download the model again"
-        ) from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    config = read_json(path / "config.json")
+    if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path / 'config.json'} has no model_type: expected a Hugging Face model's config")
     return config
 

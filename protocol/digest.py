@@ -1,4 +1,4 @@
-"""A digest that identifies the model in a folder, hashes of files, files that are replaced as a whole, and the cache.
+"""A digest that identifies the model in a folder, its JSON files, hashes, files replaced as a whole, and the cache.
 
 The digest covers the whole config.json, and each tensor's name, format, shape and first bytes. Other weights differ in
 these, too, so the rest is not read. Knows files; knows nothing of models.
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from outrider.protocol.errors import ModelError
 
@@ -52,6 +52,31 @@ def model_digest(folder: Path) -> str:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ModelError(f"{path} is not a safetensors file ({error!r}): download the model again") from error
     return f"{config.hexdigest()[:_DIGEST_DIGITS]}-{weights.hexdigest()[:_DIGEST_DIGITS] if files else ''}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads the object in a JSON file; empty if there is no such file.
+
+    Raises:
+        ModelError: the file can't be read or holds something else.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} can't be read as JSON ({error}); download the model again") from None
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path} holds {type(fields).__name__}; expected a JSON object")
+    return fields
+
+
+def read_weight_map(folder: Path) -> dict[str, Any]:
+    """Returns the file of each tensor by a model's index; empty if there is no index. Raises ModelError."""
+    places = read_json(path := folder / "model.safetensors.index.json").get("weight_map", {})
+    if not isinstance(places, dict):
+        raise ModelError(f"{path} has a weight_map that is not an object; download the model again")
+    return places
 
 
 def file_hash(path: Path) -> str:

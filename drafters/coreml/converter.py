@@ -29,7 +29,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.utils import load_config
 from numpy.typing import NDArray
 
 from outrider import __version__
@@ -46,7 +45,7 @@ from outrider.drafters.coreml.weights import (
     Weights,
     to_mlx,
 )
-from outrider.protocol.digest import model_digest
+from outrider.protocol.digest import model_digest, read_json
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 _MIN_ROW_SCALE = 2.0**-10  # rows with a smaller maximum are scaled by this instead, so that eps / max**2 fits float16
@@ -385,7 +384,8 @@ def write_mlx_copy(weights: Weights, source: Path, destination: Path) -> None:
         ModelError: the width of a matrix does not divide into MLX's groups.
     """
     destination.mkdir(parents=True)
-    config = {key: value for key, value in load_config(source).items() if not key.startswith("quantization")}
+    own = read_json(source / "config.json")
+    config = {key: value for key, value in own.items() if not key.startswith("quantization")}
     config["torch_dtype"] = "float32" if weights.kind == "fp32" else "float16"
     arrays = {name: mx.array(vector) for name, vector in weights.vectors.items()}
     if not weights.architecture.tied:

@@ -1,11 +1,10 @@
-"""Reads a head's config.json and tensors, and loads them into a module. Each failure raises CannotDraft.
+"""Reads a head's tensors and checks its config.json, and loads it into a module. Each failure raises ModelError.
 
 Only the module of a kind of head knows its tensors and their names.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from outrider.drafters.heads.layers import MLPS, LayerSizes
 from outrider.engine import positions
 from outrider.engine.hidden_states import find_backbone, find_embedding, find_output_layer
 from outrider.engine.loading import LoadedModel, flat_rope_fields
-from outrider.protocol.digest import digests_match, model_digest
+from outrider.protocol.digest import digests_match, model_digest, read_json, read_weight_map
 from outrider.protocol.errors import CannotDraft, first_line
 from outrider.protocol.heads import head_kind, text_config
 
@@ -56,25 +55,12 @@ class HeadTarget:
         return cls(config, model.vocab_size, model.context_length, embed, find_output_layer(inner, backbone), factor)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Reads a head's config.json. Raises CannotDraft."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CannotDraft(
-            f"{folder / 'config.json'} can't be read ({first_line(error)}); expected the config.json of a draft head"
-        ) from error
-    if not isinstance(config, dict):
-        raise CannotDraft(f"{folder / 'config.json'} is not a JSON object; expected the settings of a draft head")
-    return config
-
-
 def find_target_mismatch(folder: Path, target: Path | None) -> str:
     """Returns a message if a head was trained for another target, by its config.json; else an empty string.
 
     The config's `target` is a fingerprint (`protocol.digest`), which heads trained by `models` have.
     """
-    fingerprint = str(read_config(folder).get("target"))
+    fingerprint = str(read_json(folder / "config.json").get("target"))
     if target is None or not _FINGERPRINT_PATTERN.fullmatch(fingerprint):
         return ""
     matches = digests_match(fingerprint, model_digest(target))
@@ -82,21 +68,18 @@ def find_target_mismatch(folder: Path, target: Path | None) -> str:
 
 
 def read_weights(folder: Path, prefix: str = "") -> Weights:
-    """Returns the tensors of a folder whose names begin with `prefix`, by the rest of their names. Raises CannotDraft.
+    """Returns the tensors of a folder whose names begin with `prefix`, by the rest of their names. Raises ModelError.
 
     Reads only the shards that have them.
     """
-    weights: Weights = {}
-    files, file = sorted(folder.glob("[!.]*.safetensors")), folder / "model.safetensors.index.json"
+    weights, places = Weights(), read_weight_map(folder)
+    files = {folder / str(name) for key, name in places.items() if key.startswith(prefix)}
     try:
-        if file.is_file():
-            shards = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted({folder / name for key, name in shards.items() if key.startswith(prefix)})
-        for file in files:
+        for file in sorted(files if places else folder.glob("[!.]*.safetensors")):
             tensors = cast(Weights, mx.load(str(file)))
             weights |= {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        raise CannotDraft(f"{file} can't be read ({first_line(error)}); download the head again") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CannotDraft(f"{folder} can't be read ({first_line(error)}); download the head again") from error
     if not weights:
         raise CannotDraft(
             f"{folder} has no tensors {prefix}* in .safetensors files; use the original repository (docs/heads.md)"

@@ -25,7 +25,6 @@ from outrider.drafters.heads.checkpoint import (
     config_errors,
     find_target_mismatch,
     load_head_weights,
-    read_config,
     read_weights,
 )
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
@@ -46,6 +45,7 @@ from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
+from outrider.protocol.digest import read_json
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import text_config
 from outrider.protocol.sampling import SamplingParams
@@ -242,7 +242,7 @@ def _load_best_exit(target: LoadedModel, count: int) -> ExitDrafter:
 
 
 def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
-    name, config, weights = str(folder), read_config(folder), read_weights(folder)
+    name, config, weights = str(folder), read_json(folder / "config.json"), read_weights(folder)
     with config_errors("early-exit", config, weights, name):
         settings = msgspec.convert(config, AdapterConfig, strict=False)
         _check_target(settings, target, count, name)

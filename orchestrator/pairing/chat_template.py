@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from outrider.orchestrator.pairing.model_files import read_json
+from outrider.protocol.digest import read_json
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line
 
 if TYPE_CHECKING:

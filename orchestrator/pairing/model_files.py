@@ -10,7 +10,6 @@ weights and tokens.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -18,10 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from outrider.orchestrator.pairing.pulled import MODELS_FOLDER, PULLED_MODELS, content_hash, make_once, pull
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.digest import read_json, read_weight_map
 from outrider.protocol.errors import ModelError
 from outrider.protocol.heads import (
     DRAFT_MODEL,
@@ -148,7 +147,7 @@ def find_own_head(name: str) -> ModelFiles:
     if name == TINY or name in PULLED_MODELS or _find_path(name) is not None:
         return find_model(name)
     described = find_model(name, weights=False)
-    places = _read_weight_map(described.folder)
+    places = read_weight_map(described.folder)
     names = head_tensor_prefixes(read_json(described.folder / "config.json"))
     shards = sorted({str(file) for key, file in places.items() if key.startswith(names)})
     if places and not shards:
@@ -170,23 +169,6 @@ def tiny_pair() -> tuple[str, str]:
 def tiny_heads() -> dict[str, str]:
     """Returns the folders of the heads that come with the tiny target, by kind."""
     return {file.parent.name: str(file.parent) for file in sorted(TINY_HEADS.glob("*/config.json"))}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file; empty if there is no such file.
-
-    Raises:
-        ModelError: the file can't be read or holds something else.
-    """
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} can't be read as JSON ({error}); download the model again") from None
-    if not isinstance(fields, dict):
-        raise ModelError(f"{path} holds {type(fields).__name__}; expected a JSON object")
-    return fields
 
 
 def _convert_gguf(find: Callable[[], Path], keep_precision: bool, sha256: str) -> Path:
@@ -247,16 +229,8 @@ def _fetch_from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Pat
 def _has_weights(folder: Path, shards: Sequence[str]) -> bool:
     if shards:
         return all((folder / shard).is_file() for shard in shards)
-    names = set(map(str, _read_weight_map(folder).values()))
+    names = set(map(str, read_weight_map(folder).values()))
     return all((folder / file).is_file() for file in names) if names else any(folder.glob("*.safetensors"))
-
-
-def _read_weight_map(folder: Path) -> dict[str, Any]:
-    """Returns the file of each tensor by a folder's index; empty if it has none. Raises ModelError."""
-    places = read_json(path := folder / "model.safetensors.index.json").get("weight_map", {})
-    if not isinstance(places, dict):
-        raise ModelError(f"{path} has a weight_map that is not an object; download the model again")
-    return places
 
 
 def _hub_error_reason(error: Exception) -> str:

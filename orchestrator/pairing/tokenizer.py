@@ -23,7 +23,8 @@ from tokenizers import Tokenizer
 
 from outrider.orchestrator.pairing.chat_template import Message, chat_template, join_messages, render_template
 from outrider.orchestrator.pairing.detokenizer import Spelling, decoder_kinds
-from outrider.orchestrator.pairing.model_files import ModelFiles, read_json
+from outrider.orchestrator.pairing.model_files import ModelFiles
+from outrider.protocol.digest import read_json
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line
 from outrider.protocol.heads import text_config
 from outrider.protocol.sampling import SamplingParams

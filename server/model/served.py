@@ -22,8 +22,9 @@ from outrider.orchestrator.pairing.chat_template import (
     render_open,
     render_template,
 )
-from outrider.orchestrator.pairing.model_files import find_model, read_json
+from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec, read_default_sampling
+from outrider.protocol.digest import read_json
 from outrider.protocol.errors import InvalidRequest, ModelError, PromptTooLong
 from outrider.server.model.tool_format import (
     FALLBACK_FORMAT,

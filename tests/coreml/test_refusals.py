@@ -162,7 +162,7 @@ def test_invalid_or_incomplete_config_is_refused(tiny_model: Model, tmp_path: Pa
     model = edited(tiny_model("llama", **SIZES), tmp_path, drop=("hidden_size",))
     assert "config.json of this llama model is incomplete (KeyError('hidden_size'))" in refused(model, tmp_path)
     (model / "config.json").write_text("{")
-    assert "is not JSON" in refused(model, tmp_path)
+    assert "can't be read as JSON" in refused(model, tmp_path)
 
 
 def test_weights_that_do_not_match_the_config_are_refused(tiny_model: Model, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_weights
+from outrider.drafters.heads.checkpoint import HeadTarget, read_weights
 from outrider.drafters.heads.dflash import DFlash, build
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.load import _predict_tokens as predict_tokens
@@ -19,6 +19,7 @@ from outrider.drafters.heads.pair_kv_cache import FeatureKVCache
 from outrider.engine.hidden_states import find_backbone, register_forward_hook
 from outrider.engine.loading import load
 from outrider.engine.noise import gumbel
+from outrider.protocol.digest import read_json
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.alone import continuations
@@ -34,7 +35,7 @@ ROWS = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in TEXTS]
 
 
 def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V, embed_factor: float = 1.0) -> DFlash:
-    config, weights = read_config(folder), read_weights(folder)
+    config, weights = read_json(folder / "config.json"), read_weights(folder)
     own = HeadTarget(
         target,
         vocab_size,

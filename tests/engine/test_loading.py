@@ -215,7 +215,7 @@ def broken(source: Path, tmp_path: Path, name: str) -> Path:
     [
         ("no-config", "is not a model folder"),
         ("no-weights", "has no weights"),
-        ("bad-json", "is not JSON"),
+        ("bad-json", "can't be read as JSON"),
         ("no-type", "has no model_type"),
         ("strange-type", "no model type 'frobnicator'"),
         ("half-config", "can't be loaded as llama"),

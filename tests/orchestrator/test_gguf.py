@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from outrider.engine.loading import load
-from outrider.orchestrator.pairing import gguf, gguf_model, model_files, pulled
+from outrider.orchestrator.pairing import gguf, gguf_model, pulled
 from outrider.orchestrator.pairing.chat_template import TOOL_TEMPLATE, chat_template
 from outrider.orchestrator.pairing.gguf import read_gguf
 from outrider.orchestrator.pairing.gguf_model import write_model
@@ -32,7 +32,7 @@ from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec, read_default_sampling
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import digest
-from outrider.protocol.digest import CACHE_VARIABLE
+from outrider.protocol.digest import CACHE_VARIABLE, read_json
 from outrider.protocol.errors import ModelError
 from tests.gguf_files import SIZES, TEMPLATE, write_gguf
 
@@ -265,7 +265,7 @@ def test_scaling_of_long_contexts_is_read(tmp_path):
 
 
 def read_config(folder: Path) -> dict:
-    return model_files.read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "tekken", "gpt-4o"])

@@ -195,9 +195,10 @@ def test_invalid_model_folders_raise_model_error(tmp_path, model_folder):
         find_model(str(model_folder / "config.json"))
     with pytest.raises(ModelError, match="name is empty"):
         find_model("")
-    (model_folder / "config.json").write_text("not json")
-    with pytest.raises(ModelError, match="can't be read as JSON"):
-        find_model(str(model_folder))
+    for text in ("not json", 100_000 * "["):
+        (model_folder / "config.json").write_text(text)
+        with pytest.raises(ModelError, match="can't be read as JSON"):
+            find_model(str(model_folder))
 
 
 def test_weights_are_required_only_when_needed(model_folder):
