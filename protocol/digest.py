@@ -55,11 +55,7 @@ def model_digest(folder: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file; empty if there is no such file.
-
-    Raises:
-        ModelError: the file can't be read or holds something else.
-    """
+    """Returns the object in a JSON file; empty if there is none. Raises ModelError if it holds something else."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

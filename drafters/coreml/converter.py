@@ -269,10 +269,9 @@ def convert(
         ModelError: the model is refused, or the disk can't hold the package; no files are left behind.
     """
     progress = progress or (lambda stage, done, total: None)
-    for path in (destination, mlx_out):
-        if path is not None and os.path.exists(path):
-            raise InvalidRequest(f"{path} already exists; remove it, or choose another folder")
     folders = [path.resolve() for path in (destination, mlx_out) if path is not None]
+    if taken := next(filter(os.path.exists, folders), None):
+        raise InvalidRequest(f"{taken} already exists; remove it, or choose another folder")
     if any(one.is_relative_to(other) for one, other in permutations(folders, 2)):
         raise InvalidRequest(f"{destination} and {mlx_out} overlap; expected two separate folders")
     unfinished = f".{destination.name}.partial-"

@@ -117,8 +117,6 @@ def _errors_as_cannot_draft(action: str) -> Iterator[None]:
     try:
         with wrap_model_errors(action):
             yield
-    except CannotDraft:
-        raise
     except OutriderError as error:
         raise CannotDraft(str(error)) from error
 

@@ -227,9 +227,7 @@ def _fetch_from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Pat
 
 
 def _has_weights(folder: Path, shards: Sequence[str]) -> bool:
-    if shards:
-        return all((folder / shard).is_file() for shard in shards)
-    names = set(map(str, read_weight_map(folder).values()))
+    names = set(shards) or set(map(str, read_weight_map(folder).values()))
     return all((folder / file).is_file() for file in names) if names else any(folder.glob("*.safetensors"))
 
 
