@@ -275,8 +275,13 @@ def convert(
     if any(one.is_relative_to(other) for one, other in permutations(folders, 2)):
         raise InvalidRequest(f"{destination} and {mlx_out} overlap; expected two separate folders")
     unfinished = f".{destination.name}.partial-"
-    for left in destination.parent.glob(f"{escape(unfinished)}*"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    for left in destination.parent.glob(f"{escape(unfinished)}[0-9]*"):
+        try:
+            os.kill(int(left.name.removeprefix(unfinished)), 0)
+        except ProcessLookupError:  # it was killed while it converted
+            shutil.rmtree(left, ignore_errors=True)
+        except (PermissionError, ValueError):
+            continue
     partial_package = destination.parent / f"{unfinished}{os.getpid()}"
     try:
         partial_package.mkdir(parents=True)
