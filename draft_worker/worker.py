@@ -73,11 +73,11 @@ class OpLatency:
 
 @dataclass(slots=True)
 class DraftRequest:
-    """A request's work. `newest`: its latest OPEN or COMMIT, received at `committed_ns`; `owes_draft`: it must answer
-    it with DRAFTED."""
+    """A request's work. `newest`: its latest COMMIT, received at `committed_ns` (after OPEN alone, one that requests
+    nothing); `owes_draft`: it must answer it with DRAFTED."""
 
     work: WorkAhead
-    newest: Open | Commit
+    newest: Commit
     committed_ns: int
     owes_draft: bool = False
 
@@ -99,7 +99,8 @@ class DraftRequest:
         return both and message.round == self.newest.round + 1
 
     def commit(self, message: Commit, now_ns: int) -> None:
-        self.work.commit(message.tokens, _make_branch_task(message))
+        task = BranchTask(message.verifying, message.depth, message.branches, message.rank_offset, message.min_prob)
+        self.work.commit(message.tokens, task)
         self.newest, self.committed_ns = message, now_ns
         self.owes_draft = message.verifying is None and message.depth > 0
 
@@ -114,10 +115,6 @@ class DraftRequest:
         return Branches(
             *begin, result.depth, result.entries, work, final=result.final, q=result.q, peak_bytes=peak_bytes
         )
-
-
-def _make_branch_task(message: Open | Commit) -> BranchTask:
-    return BranchTask(message.verifying, message.depth, message.branches, message.rank_offset, message.min_prob)
 
 
 class DraftWorker(WorkerLoop[DraftRequest]):
@@ -188,7 +185,6 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             return
         self._close(message.request)
         self._close_silent(lambda running: math.inf if running.work.has_work else running.committed_ns)
-        check_in_vocabulary(self._drafter, message.verifying or ())
         if self._memory is not None and not self._running:
             self._memory.restart()
 
@@ -199,11 +195,11 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             message.eos,
             self._fan_out,
             self._calibration,
-            cached=max(round((message.rank_offset + message.branches) / (message.depth + 1)), 1),
+            cached=message.fan_out,
             constraint=self._constraint(message),
         )
-        work.commit((), _make_branch_task(message))  # the chain under verification
-        self._running[message.request] = DraftRequest(work, message, clock.now())
+        nothing = Commit(message.request, message.epoch, message.round, work.committed_len, (), None, 0, 0)
+        self._running[message.request] = DraftRequest(work, nothing, clock.now())
 
     def _constraint(self, message: Open) -> Constraint | None:
         if self._compiler is None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,21 +90,8 @@ INVALID_KINDS = {
 """The kinds of invalid messages, as texts that follow "it sent"."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftTask:
-    """A drafter's task in a round, after `base_len` committed tokens: prepare `branches` outcomes of the chain
-    `verifying`, each `depth` tokens deep, or, if that is None, continue the text. `alternatives`: may be sent.
-    """
-
-    base_len: int
-    verifying: tuple[int, ...] | None
-    depth: int
-    branches: int
-    alternatives: bool = False
-
-
-RequestTasks = dict[RoundKey, tuple[DraftTask, ...]]
-"""The tasks of one request at one drafter, in rising order; the oldest are dropped."""
+RequestTasks = dict[RoundKey, tuple[Commit, ...]]
+"""The tasks of one request at one drafter, in rising order; none in a round of OPEN alone. The oldest are dropped."""
 
 
 class SentTasks:
@@ -117,13 +103,10 @@ class SentTasks:
 
     def record(self, drafter: str, message: Open | Commit) -> None:
         """Records a message sent to a drafter."""
-        base_len = len(message.tokens) if isinstance(message, Open) else message.base_len
         tasks = self._tasks.setdefault(message.request, {}).setdefault(drafter, {})
-        task = DraftTask(base_len, message.verifying, message.depth, message.branches, message.min_prob < 1.0)
-        round_key = message.epoch, message.round
-        sent = tasks.get(round_key, ())
-        if task not in sent:
-            tasks[round_key] = (*sent[-MAX_RECORDED_ROUNDS:], task)
+        sent = tasks.setdefault((message.epoch, message.round), ())
+        if isinstance(message, Commit):
+            tasks[message.epoch, message.round] = (*sent[-MAX_RECORDED_ROUNDS:], message)
         if len(tasks) > MAX_RECORDED_ROUNDS:
             del tasks[min(tasks)]
 
@@ -151,10 +134,8 @@ class SentTasks:
         return invalid or ("" if runs and request is not None and sender in request.draft.drafters else LATE)
 
 
-def open_message(
-    request: Request, verifying: tuple[int, ...] | None, ranks: range = range(0), min_prob: float = 1.0
-) -> Open:
-    """Returns OPEN with the text so far, and for a drafter the chain and the outcomes to prepare."""
+def open_message(request: Request, offered: bool = False) -> Open:
+    """Returns OPEN with the text so far, which is `offered` to a prefill worker or not."""
     return Open(
         request=request.id,
         epoch=request.round.epoch,
@@ -162,13 +143,10 @@ def open_message(
         tokens=np.asarray(request.sequence.tokens, np.int32),
         sampling=request.admit.sampling,
         eos=tuple(sorted(request.admit.eos)),
-        depth=request.plan.depth,
-        branches=len(ranks) or request.plan.branches,
-        verifying=verifying,
         generated=request.generated,
-        rank_offset=ranks.start,
+        fan_out=max(round(request.plan.branches / (request.plan.depth + 1)), 1),
+        offered=offered,
         features=request.admit.mode != "ar",
-        min_prob=min_prob,
     )
 
 
@@ -227,11 +205,10 @@ class DraftPool:
     # --- messages to drafters -------------------------------------------------------------------------------------
 
     def open(self, request: Request) -> None:
-        """Sends OPEN to all: they read the committed tokens, and prepare outcomes of the round under way, if any."""
-        ranks = self._assign_ranks(request)
-        request.draft.start(ranks)
+        """Sends OPEN to all, which read the committed tokens, and their tasks in the round under way, if any."""
         for name in request.draft.drafters:
-            self._open(request, name, ranks.get(name, NO_RANKS))
+            self._open(request, name)
+        self.start_round(request, 0)
 
     def add(self, request: Request, name: str) -> bool:
         """Adds a drafter to a request, unless the request seems to have caused its losses. Returns whether it was
@@ -245,11 +222,12 @@ class DraftPool:
 
     def reopen(self, request: Request, name: str) -> None:
         """Sends OPEN, and its task again if it has one, to a drafter that is new or missed a message."""
-        state, round_ = request.draft.drafters[name], request.round
-        has_task, ranks = not state.done, state.ranks
-        self._open(request, name, ranks if has_task and state.round == round_.number else NO_RANKS)
-        if has_task and round_.wait and round_.wait.depth:
-            self._commit(request, name, NO_RANKS, round_.wait.depth, 0)
+        state, wait = request.draft.drafters[name], request.round.wait
+        ranks = state.ranks if _chain_to_prepare(request) is not None else NO_RANKS
+        depth = request.plan.depth if ranks else wait.depth if wait else 0
+        self._open(request, name)
+        if depth and not state.done:
+            self._commit(request, name, ranks, depth, 0)
 
     def start_round(self, request: Request, now_ns: int) -> None:
         """Drops the branches of the round before. In SSD, sends COMMIT to the drafters: the tokens that became final,
@@ -375,24 +353,21 @@ class DraftPool:
         self._estimates.part = len(ranks[next(iter(ranks))]) / max(branches, 1)
         return ranks
 
-    def _open(self, request: Request, name: str, ranks: range) -> None:
-        state, verifying = request.draft.drafters[name], _chain_to_prepare(request) if ranks else None
-        ranks = ranks if verifying is not None else NO_RANKS
-        min_prob = min_alternative_prob(self._estimates, request.takes_trees)
-        self._send(name, open_message(request, verifying, ranks, min_prob))
-        state.assign(request.round.number, ranks, len(request.sequence.tokens), 0)
-        state.done = not ranks
+    def _open(self, request: Request, name: str) -> None:
+        """Sends OPEN: the drafter reads the committed tokens, and has no task."""
+        self._send(name, open_message(request))
+        request.draft.drafters[name] = DrafterState(len(request.sequence.tokens))
 
     def _commit(self, request: Request, name: str, ranks: range, depth: int, now_ns: int) -> None:
         """Sends COMMIT: prepare outcomes of the round under way, or, without `ranks`, a chain for the next one.
 
         A drafter that lacks more tokens than a message holds gets a new OPEN first.
         """
-        state, tokens = request.draft.drafters[name], request.sequence.tokens
-        round_ = request.round.number + (0 if ranks else 1)
-        if len(tokens) - state.known_len > MAX_COMMIT_TOKENS:
-            self._open(request, name, NO_RANKS)
+        drafters, tokens = request.draft.drafters, request.sequence.tokens
+        if len(tokens) - drafters[name].known_len > MAX_COMMIT_TOKENS:
+            self._open(request, name)
             now_ns = 0
+        state, round_ = drafters[name], request.round.number + (0 if ranks else 1)
         message = Commit(
             request=request.id,
             epoch=request.round.epoch,
@@ -433,7 +408,7 @@ def _invalid_kind(tasks: RequestTasks, message: DrafterMessage, vocab: int) -> s
             return "round" if message.epoch > max(tasks)[0] else ""
     round_key = message.epoch, message.round
     sent = tasks.get(round_key)
-    if sent is None:
+    if not sent:
         return LATE if round_key < min(tasks) else "round"  # tasks before the first may have been dropped
     fitting = [task for task in sent if task.base_len == message.base_len]
     if not fitting:
@@ -446,7 +421,7 @@ def _invalid_kind(tasks: RequestTasks, message: DrafterMessage, vocab: int) -> s
 
 
 def _invalid_answer_kind(
-    task: DraftTask, message: Branches | Drafted, drafts: Sequence[Branch | Drafted], vocab: int
+    task: Commit, message: Branches | Drafted, drafts: Sequence[Branch | Drafted], vocab: int
 ) -> str:
     """Returns the kind of an invalid answer to this task; empty: it is valid."""
     bonuses: list[int] = []
@@ -474,12 +449,12 @@ def _invalid_answer_kind(
     return "vocabulary" if _exceeds_vocabulary(tokens, vocab) else ""
 
 
-def _has_invalid_alternatives(task: DraftTask, chain: Sequence[int], others: Alternatives | None, vocab: int) -> bool:
+def _has_invalid_alternatives(task: Commit, chain: Sequence[int], others: Alternatives | None, vocab: int) -> bool:
     """Whether `others` are not valid alternatives to the tokens of `chain`."""
     if others is None:
         return False
     tokens, parents, odds = others.tokens, others.parents, others.odds
-    if not task.alternatives or not len(tokens) == len(parents) == len(odds) or _exceeds_vocabulary(tokens, vocab):
+    if task.min_prob >= 1.0 or not len(tokens) == len(parents) == len(odds) or _exceeds_vocabulary(tokens, vocab):
         return True
     sound = max(parents, default=-1) < len(chain) and all(0.0 <= share <= 1.0 for share in odds)
     return not sound or bool(tree_fault((*chain, *tokens), (*chain_parents(len(chain)), *parents)))

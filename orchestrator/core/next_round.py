@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from operator import sub
 
-from msgspec import structs
-
 from outrider.orchestrator.core.draft_pool import DraftPool, open_message
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.estimates import Estimates
@@ -311,7 +309,7 @@ class NextRound:
         """Begins a request, or continues it on a new target: sends OPEN to the target and the drafters, which read the
         committed tokens. The target answers as to an empty chain, unless they are `offered` to a prefill worker."""
         request.round.is_open = True
-        self._workers.send_target(structs.replace(open_message(request, None), offered=offered))
+        self._workers.send_target(open_message(request, offered))
         self._draft_pool.open(request)
 
     def suspend(self, request: Request) -> None:

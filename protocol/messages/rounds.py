@@ -84,11 +84,10 @@ class RoundMessage(EpochMessage, frozen=True):
 class Open(EpochMessage, frozen=True):
     """Orchestrator -> every worker: a request starts, or restarts, with these tokens.
 
-    Open is the verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare
-    branches for the outcomes of `verifying`, normally the empty chain of round 0; None: only read the tokens. `eos` are
-    the tokens that end this request (empty if it ignores them); drafters prepare nothing after them. The last
-    `generated` tokens are not the prompt's, and a grammar starts with them. `rank_offset` and `min_prob` are as in
-    Commit.
+    For the target Open is the verify of an empty chain, which it answers with Outcome(round 0, accepted 0, bonus).
+    Drafters read the tokens; Commit tells them what to draft. `eos` are the tokens that end this request (empty if it
+    ignores them); drafters prepare nothing after them. The last `generated` tokens are not the prompt's, and a grammar
+    starts with them. `fan_out`: how many of a position's likeliest tokens Saguaro's factor lowers.
 
     `offered`: a prefill worker may read the text for the target. The target reports at once in Prefilled how many
     tokens it has cached, and waits for PromptKv until a Verify arrives. `features`: the target sends Features, because
@@ -99,14 +98,10 @@ class Open(EpochMessage, frozen=True):
     tokens: Tokens
     sampling: SamplingParams
     eos: Chain = ()
-    depth: Depth = 0
-    branches: Breadth = 0
-    verifying: Chain | None = None
     generated: Count = 0
-    rank_offset: Breadth = 0
+    fan_out: Breadth = 1
     offered: bool = False
     features: bool = False
-    min_prob: Real = 1.0
 
     @property
     def prompt_len(self) -> int:
@@ -293,7 +288,7 @@ class Features(EpochMessage, frozen=True):
 
 
 class Commit(RoundMessage, frozen=True):
-    """Orchestrator -> drafters, sent together with Verify.
+    """Orchestrator -> drafters, sent together with Open or Verify.
 
     `tokens` were committed; with them `base_len` tokens are committed. `verifying` is the chain under verification
     (possibly empty): prepare up to `branches` of its outcomes, `depth` tokens each, and leave the `rank_offset`

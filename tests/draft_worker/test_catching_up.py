@@ -43,12 +43,12 @@ TEXT = [2 + 7 * i % 250 for i in range(6000)]
 SAMPLING = SamplingParams(temp=0.8, seed=4)
 
 
-def begin(end: int, request: str = "r", verifying: tuple[int, ...] | None = ()) -> Open:
-    return Open(request, 0, 0, np.array(TEXT[:end], np.int32), SAMPLING, (), 2, 4, verifying)
+def begin(end: int, request: str = "r") -> Open:
+    return Open(request, 0, 0, np.array(TEXT[:end], np.int32), SAMPLING)
 
 
-def commit(start: int, end: int, verifying: tuple[int, ...] | None = (), number: int = 1) -> Commit:
-    return Commit("r", 0, number, end, tuple(TEXT[start:end]), verifying, 2, 4)
+def commit(start: int, end: int, verifying: tuple[int, ...] | None = (), number: int = 1, request: str = "r") -> Commit:
+    return Commit(request, 0, number, end, tuple(TEXT[start:end]), verifying, 2, 4)
 
 
 class CountingDrafter:
@@ -177,7 +177,7 @@ def test_branches_after_catching_up_equal_those_of_a_fresh_drafter(
     end = 50 + missed
     worker_under_test.finish(begin(50), commit(50, end, (7, 9)))
     fresh = WorkerUnderTest(worker_under_test.drafter.inner)
-    fresh.finish(begin(end, verifying=(7, 9)))
+    fresh.finish(begin(end), commit(end, end, (7, 9), 0))
     assert worker_under_test.columns() == fresh.columns() == TEXT[:end]
     # What was learnt of the first round may share the branches out differently.
     ours, theirs = worker_under_test.branches(1), fresh.branches(0)
@@ -190,13 +190,13 @@ def test_continuation_waits_until_the_drafter_has_caught_up(worker_under_test: W
     end = 50 + missed
     worker_under_test.finish(begin(50), commit(50, end, None))
     fresh = WorkerUnderTest(worker_under_test.drafter.inner)
-    fresh.finish(begin(end, verifying=None), Commit("r", 0, 1, end, (), None, 2, 4))
+    fresh.finish(begin(end), commit(end, end, None))
     ours, theirs = worker_under_test.sent(Drafted), fresh.sent(Drafted)
     assert len(ours) == 1 and ours[0].base_len == end and ours[0].chain == theirs[0].chain != ()
 
 
 def test_only_the_last_of_several_waiting_commits_is_worked_on(worker_under_test: WorkerUnderTest) -> None:
-    worker_under_test.finish(begin(50))
+    worker_under_test.finish(begin(50), commit(50, 50, (), 0))
     before = worker_under_test.drafter.forwards
     for number in range(10):
         worker_under_test.turn(commit(50 + number, 51 + number, (), number + 1))
@@ -279,7 +279,7 @@ def test_prompts_with_a_common_beginning_are_read_once(worker_under_test: Worker
 
 def test_newer_open_replaces_a_prompt_being_read(worker_under_test: WorkerUnderTest) -> None:
     """What was said of the older one is no reason to ask for it again."""
-    again = Open("r", 1, 0, np.array(TEXT[:60], np.int32), SAMPLING, (), 2, 4, ())
+    again = Open("r", 1, 0, np.array(TEXT[:60], np.int32), SAMPLING)
     old, new = Commit("r", 0, 1, 4001, (3,), (), 2, 4), Commit("r", 1, 1, 61, (TEXT[60],), (), 2, 4)
     begin_reading(worker_under_test, old, again, new)
     worker_under_test.finish()
@@ -289,7 +289,8 @@ def test_newer_open_replaces_a_prompt_being_read(worker_under_test: WorkerUnderT
 
 
 def test_commits_during_a_prompt_are_handled_together(worker_under_test: WorkerUnderTest) -> None:
-    begin_reading(worker_under_test, *[commit(4000 + i, 4001 + i, (), i + 1) for i in range(8)], begin(20, "s"))
+    begin_reading(worker_under_test, *[commit(4000 + i, 4001 + i, (), i + 1) for i in range(8)])
+    worker_under_test.link.inbox += [begin(20, "s"), commit(20, 20, request="s")]
     worker_under_test.finish()
     assert worker_under_test.columns(0) == TEXT[:4008]
     assert {m.round for m in worker_under_test.sent(Branches) if m.request == "r"} == {8}

@@ -64,8 +64,8 @@ def test_each_operation_announces_its_expected_time(monkeypatch: pytest.MonkeyPa
 
     link = RecordingLink("draft-0", deque())
     worker = DraftWorker(link, Slow(), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
-    opened = Open("r", 0, 0, np.array(TEXT[:50], np.int32), SamplingParams(), (), 2, 4, ())
-    answered(worker, link, [opened])
+    opened = Open("r", 0, 0, np.array(TEXT[:50], np.int32), SamplingParams())
+    answered(worker, link, [opened, Commit("r", 0, 0, 50, (), (), 2, 4)])
     first, piece, grown = announced[:3]
     assert first == grown == 0 and 100 <= piece < 120
     assert len(announced) > 3 and all(FORWARD_MS - 5 <= expected < 60 for expected in announced[3:])

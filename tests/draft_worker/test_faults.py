@@ -52,8 +52,12 @@ def test_failed_request_does_not_stop_drafting_for_another(
     link = FakeLink("draft-0", deque())
     worker = DraftWorker(link, Poisoned(fault, late), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
     asked = [
-        Open(name, 0, 0, np.array(tokens, np.int32), SamplingParams(), (), 2, 4, ())
+        message
         for name, tokens in (("doomed", [0, 1, 2, POISON]), ("sound", [0, 1, 2]))
+        for message in (
+            Open(name, 0, 0, np.array(tokens, np.int32), SamplingParams()),
+            Commit(name, 0, 0, len(tokens), (), (), 2, 4),
+        )
     ]
     found = answered(worker, link, asked)
     faults = {answer.request: answer.message for answer in found if isinstance(answer, Fault)}
@@ -66,7 +70,7 @@ def test_next_orchestrator_hears_of_the_prompt_cache(tiny_model) -> None:
     """Though its use has not changed since the one before heard of it."""
     link = FakeLink("draft-0")
     worker = DraftWorker(link, MlxDrafter(load(tiny_model("llama"))), FAN_OUT_POLICIES["best-first"])
-    opened = Open("r", 0, 0, np.arange(2, 102, dtype=np.int32), SamplingParams(), (), 2, 4, ())
+    opened = Open("r", 0, 0, np.arange(2, 102, dtype=np.int32), SamplingParams())
     answered(worker, link, [KvMemory(2**30), opened])
     answered(worker, link, [Close("r")])
     worker.forget()
@@ -78,7 +82,7 @@ def test_drafting_ends_where_the_draft_models_context_does(tiny_model) -> None:
     link = FakeLink("draft-0")
     model = replace(load(tiny_model("llama")), context_length=48)
     worker = DraftWorker(link, MlxDrafter(model), FAN_OUT_POLICIES["best-first"])
-    answered(worker, link, [Open("r", 0, 0, np.arange(2, 42, dtype=np.int32), SamplingParams(), (), 2, 4, ())])
+    answered(worker, link, [Open("r", 0, 0, np.arange(2, 42, dtype=np.int32), SamplingParams())])
     assert not any(isinstance(a, Fault) for a in answered(worker, link, [Commit("r", 0, 1, 43, (5, 6, 7), (), 2, 4)]))
     found = answered(worker, link, [Commit("r", 0, 2, 48, (5, 6, 7, 8, 9), (), 2, 4)])
     (fault,) = [answer for answer in found if isinstance(answer, Fault)]

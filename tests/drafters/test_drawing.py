@@ -128,8 +128,8 @@ def messages_of(drafter: Any, sampling: SamplingParams, kind: type[Message]) -> 
     tokens = np.array(PROMPT, np.int32)
     link = FakeLink("draft-0")
     worker = DraftWorker(link, drafter, FAN_OUT_POLICIES["uniform"])
-    opening = Open("r", 0, 0, tokens, sampling, depth=2, branches=6, verifying=())
-    found = answered(worker, link, [opening], turns=8)
+    opening, task = Open("r", 0, 0, tokens, sampling, fan_out=2), Commit("r", 0, 0, len(PROMPT), (), (), 2, 6)
+    found = answered(worker, link, [opening, task], turns=9)
     found += answered(worker, link, [Commit("r", 0, 1, len(PROMPT) + 1, (3,), None, 3, 6)], turns=2)
     return [message for message in found if isinstance(message, kind)]
 
@@ -151,7 +151,7 @@ def test_drafter_that_cannot_draw_sends_no_q(kind: type[Message]) -> None:
 
 
 def test_saguaro_factor_lowers_an_even_share_of_the_branches(drafter: MlxDrafter) -> None:
-    """Six branches over the three places of a chain of two: two tokens a place."""
+    """OPEN says how many."""
     found = messages_of(drafter, replace(SAMPLING, q_width=V), Drafted)[0]
     row = TABLE[3].astype(np.float64)
     best = np.argsort(-row)[:2]

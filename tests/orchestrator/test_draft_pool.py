@@ -16,6 +16,7 @@ from outrider.protocol.messages import (
     Abilities,
     Branch,
     Branches,
+    Close,
     Commit,
     Done,
     Drafted,
@@ -113,6 +114,36 @@ def test_deeper_of_two_branches_for_an_outcome_is_kept(first: str) -> None:
     assert found is not None and (found.chain, found.drafter) == ((8, 9), "draft-1")
 
 
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_drafters_get_their_tasks_right_after_the_text(mode: str) -> None:
+    made = begun(branches=8, mode=mode, full_depth=True, steps=0)
+    tasks = [(m.round, m.base_len, m.tokens, m.verifying, m.rank_offset) for m in told(made, "draft-1", Commit)]  # type: ignore[attr-defined]
+    assert tasks == ([(0, len(PROMPT), (), (), 4)] if mode == "ssd" else [])
+    assert [m.fan_out for m in told(made, "draft-1", Open)] == [2]  # type: ignore[attr-defined]
+    made.rounds.handle([("draft-1", Resync("r", 0))], 0)
+    assert [type(message) for _, message in made.sent_to_drafters[-2:]] == ([Open, Commit] if tasks else [Open, Open])
+    assert told(made, "draft-1", Commit)[len(tasks) :] == told(made, "draft-1", Commit)[: len(tasks)]
+
+
+def test_lost_task_costs_its_branches_only() -> None:
+    made = begun(0, drop=lambda message: isinstance(message, Commit) and message.round == 0)
+    for _ in range(100):
+        made._turn()
+    assert made.generated == list(TEXT[10:110]) and len(told(made, "draft-0", Open)) == 1
+    assert len(told(made, "draft-0", Commit)) > 10
+
+
+def test_lost_text_is_requested_at_the_first_task() -> None:
+    made = begun(0)
+    assert isinstance(made.link.inbox.popleft(), Open)
+    made._turn()
+    assert [type(message) for _, message in made.sent_to_drafters[:4]] == [Open, Commit, Open, Commit]
+    assert [m.round for m in told(made, "draft-0", Commit)[:2]] == [0, 0]  # type: ignore[attr-defined]
+    for _ in range(100):
+        made._turn()
+    assert made.generated == list(TEXT[10:110]) and len(told(made, "draft-0", Open)) == 2
+
+
 def test_resync_reopens_only_the_drafter_that_asked() -> None:
     made = begun()
     for _ in range(5):
@@ -132,7 +163,7 @@ def test_joining_drafter_gets_the_whole_text_and_others_get_nothing() -> None:
     made.rounds.on_drafter_ready("draft-1")
     opened = told(made, "draft-1", Open)[-1]
     assert isinstance(opened, Open) and opened.tokens.tolist() == made.rounds._requests["r"].sequence.tokens
-    assert opened.verifying is None and len(told(made, "draft-0", Open)) == 1
+    assert made.sent_to_drafters[-1] == ("draft-1", opened) and len(told(made, "draft-0", Open)) == 1
     for _ in range(200):
         made._turn()
     assert made.generated == list(TEXT[10:110]) and told(made, "draft-1", Commit)
@@ -157,9 +188,9 @@ def test_left_out_drafter_gets_tokens_only_at_its_trial() -> None:
         made.rounds._draft_pool._latencies[name].lag_ms.add(lag_ms)
     for _ in range(200):
         made._turn()
-    tried, told_since = told(made, "draft-1", Commit)[0], len(told(made, "draft-1", Open))
+    tried, told_since = told(made, "draft-1", Commit)[1], len(told(made, "draft-1", Open))  # the first is of round 0
     assert made.generated == list(TEXT[10:110])
-    others = [receiver for receiver, message in made.sent_to_drafters if isinstance(message, Commit)]
+    others = [receiver for receiver, m in made.sent_to_drafters if isinstance(m, Commit) and m.round]
     assert (
         isinstance(tried, Commit)
         and tried.rank_offset == 8
@@ -177,8 +208,8 @@ def test_drafter_that_lacks_more_tokens_than_a_commit_holds_gets_the_whole_text(
         made.rounds._draft_pool._latencies[name].lag_ms.add(lag_ms)
     for _ in range(200):
         made._turn()
-    (_, opened), tried = told(made, "draft-1", Open)[:2], told(made, "draft-1", Commit)[0]
-    assert isinstance(opened, Open) and isinstance(tried, Commit) and opened.verifying is None
+    (_, opened), tried = told(made, "draft-1", Open)[:2], told(made, "draft-1", Commit)[1]
+    assert isinstance(opened, Open) and isinstance(tried, Commit)
     assert opened.tokens.tolist() == list(TEXT[: tried.base_len]) and tried.tokens == ()
     assert made.generated == list(TEXT[10:110]) and len(told(made, "draft-0", Open)) == 1
 
@@ -228,7 +259,7 @@ def test_no_branches_are_requested_for_the_last_token() -> None:
     made._work_of(made.links[1], made.workers["draft-1"], 100)  # the other one, which leads, is still busy
     made._turn()
     assert made.generated == [TEXT[10]]
-    assert [message.verifying for _, message in made.sent_to_drafters if isinstance(message, Open)] == [None, None]
+    assert [type(message) for _, message in made.sent_to_drafters] == [Open, Open, Close, Close]
 
 
 def test_fastest_drafter_is_asked_for_a_chain() -> None:

@@ -165,6 +165,22 @@ def test_drafter_message_is_checked_against_its_tasks(
     assert verdict in ("", LATE, *INVALID_KINDS)
 
 
+def test_drafter_without_a_task_may_report_and_nothing_else(cluster: ValidatingCluster) -> None:
+    """Before its first COMMIT, however that ends."""
+    validator, request = SentTasks(), cluster.rounds._requests["r"]
+    validator.record("draft-0", Open("r", 2, 9, np.array(TEXT[:40], np.int32), SamplingParams()))
+    request.round.epoch = 2
+    reports = [Prefilled("r", 2, 3, 40), Resync("r", 2), Fault("r", "no more of this")]
+    assert [validator.refusal(request, False, "draft-0", message, VOCABULARY) for message in reports] == [""] * 3
+    for answer in (GOOD, replace(DRAFT, request="r")):
+        assert validator.refusal(request, False, "draft-0", answer, VOCABULARY) == "round"
+    assert validator.refusal(request, False, "draft-0", Resync("r", 3), VOCABULARY) == "round"
+    validator.record("draft-0", BRANCHES_TASK)
+    assert validator.refusal(request, False, "draft-0", GOOD, VOCABULARY) == ""
+    request.draft.drafters.clear()
+    assert {validator.refusal(request, False, "draft-0", message, VOCABULARY) for message in reports} == {LATE}
+
+
 def test_answer_to_an_old_task_is_late_and_never_invalid(cluster: ValidatingCluster) -> None:
     """However many rounds and requests follow, and whether it still drafts for it."""
     validator, request = SentTasks(), cluster.rounds._requests["r"]

@@ -184,7 +184,7 @@ def test_replacement_target_gets_committed_tokens_and_prompt_length() -> None:
     cluster.find_target()
     opened = cluster.sent_to_target[-1]
     assert isinstance(opened, Open) and opened.tokens.tolist() == [*cluster.texts["r0"][:11], *said]
-    assert (opened.prompt_len, opened.epoch, opened.verifying) == (11, 1, None)
+    assert (opened.prompt_len, opened.epoch) == (11, 1)
 
 
 def test_late_messages_of_a_dead_target_and_drafters_are_dropped() -> None:

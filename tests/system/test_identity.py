@@ -119,7 +119,7 @@ def test_settings_of_the_matrix_exercise_every_path(make_cluster: Make) -> None:
             seen += run.sources
             accepted.update(dict(enumerate(run.timings.accepted_by_position)))
     assert min(seen[source] for source in ("hit", "miss", "drafter")) > 5
-    assert all(accepted[position] > 5 for position in range(3))
+    assert all(accepted[position] > 3 for position in range(3))
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])

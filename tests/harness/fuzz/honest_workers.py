@@ -90,13 +90,13 @@ def target(message: Message) -> list[Message]:
 
 def drafter(message: Message) -> list[Message]:
     """Returns an honest drafter's answers: the right branch, and a wrong one."""
-    if not isinstance(message, Open | Commit):
+    if not isinstance(message, Commit):
         return []
-    base_len = len(message.tokens) if isinstance(message, Open) else message.base_len
-    place, after = (message.request, message.epoch, message.round, base_len), base_len
+    base_len = after = message.base_len
+    place = message.request, message.epoch, message.round, base_len
     if message.verifying is None:
         chain = tuple(token(message.request, after + i) for i in range(message.depth))
-        return [Drafted(*place, chain, _span())] if isinstance(message, Commit) and message.depth else []
+        return [Drafted(*place, chain, _span())] if message.depth else []
     accepted = message.verifying
     found = []
     for depth in range(1, message.depth + 1):

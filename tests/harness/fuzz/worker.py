@@ -112,7 +112,8 @@ class WorkerFuzz:
         """Returns the worker's answers to an honest request."""
         self._serial += 1
         name = f"honest {self._serial}"
-        self._turn(Open(name, 0, 0, np.array([1, 2, 3], np.int32), SamplingParams(), (), 3, 2, ()))
+        task = [] if self._target else [Commit(name, 0, 0, 3, (), (), 3, 2)]
+        self._turn(Open(name, 0, 0, np.array([1, 2, 3], np.int32), SamplingParams()), *task)
         answers = [message for message in self._link.sent if getattr(message, "request", "") == name]
         self._turn(Close(name))
         self._link.sent.clear()
@@ -146,13 +147,14 @@ class WorkerFuzz:
 def _examples() -> list[Message]:
     """Returns messages of an honest orchestrator."""
     return [
-        Open("r", 0, 0, np.array([1, 2, 3], np.int32), SamplingParams(max_tokens=30), (0,), 3, 4, ()),
-        Open("s", 0, 0, np.array([4, 5], np.int32), SamplingParams(temp=0.8, seed=1, logprobs=2), (), 2, 4, None),
+        Open("r", 0, 0, np.array([1, 2, 3], np.int32), SamplingParams(max_tokens=30), (0,)),
+        Open("s", 0, 0, np.array([4, 5], np.int32), SamplingParams(temp=0.8, seed=1, logprobs=2), fan_out=2),
         Verify("r", 0, 1, 4, DraftTokens((7, 8))),
         Verify("r", 0, 1, 4, DraftTokens((7,), (), SparseQ(np.array([[7]], np.int32), np.ones((1, 1), np.float32)))),
         Verify("s", 0, 1, 3, Autonomous(20, InProcess(3))),
         Verify("s", 0, 1, 3, DraftInProcess(InProcess(3), 20, (5, 6), (-1, -1))),
         Prepare("r", 0, 1, 4, ((7, 9),), ((1, 2),)),
+        Commit("r", 0, 0, 3, (), (), 3, 4),
         Commit("r", 0, 1, 4, (6,), (7, 8), 3, 4),
         Commit("s", 0, 1, 3, (6,), None, 3, 4),
         Halt("s", 0),
