@@ -39,7 +39,7 @@ from outrider.orchestrator.core.request import CachedBranch, DrafterWait, Reques
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
-from outrider.protocol.messages import Drafted, Halt, Prepare, Span, Verify
+from outrider.protocol.messages import Drafted, Halt, InProcess, Prepare, Span, Verify
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
 from outrider.protocol.schema import MAX_BRANCHES, Origin
 
@@ -101,19 +101,14 @@ class Proposer:
         `beside`."""
         drafter = request.plan.drafter
         source = Origin.HEAD if self.estimates.in_process[drafter].is_head else Origin.DRAFTED
-        return replace(
-            beside,
-            source=source,
-            draft=depth or request.plan.depth,
-            drafter=drafter,
-            min_prob=min_alternative_prob(self.estimates, request.takes_trees),
-            by=beside.token_origins,
-        )
+        min_prob = min_alternative_prob(self.estimates, request.takes_trees)
+        draft = InProcess(depth or request.plan.depth, drafter, min_prob)
+        return replace(beside, source=source, draft=draft, drafter=drafter, by=beside.token_origins)
 
     def _propose_ngrams(self) -> Proposal:
         """Returns the proposal of n-grams that the target looks up by itself, round after round."""
-        costs = tuple(self.estimates.row_costs(MAX_COPY_TOKENS))
-        return Proposal(source=Origin.COPIED, autonomous=True, draft=MAX_COPY_TOKENS, drafter=NGRAM, row_costs=costs)
+        draft = InProcess(MAX_COPY_TOKENS, NGRAM, row_costs=tuple(self.estimates.row_costs(MAX_COPY_TOKENS)))
+        return Proposal(source=Origin.COPIED, autonomous=True, draft=draft, drafter=NGRAM)
 
     def _copy_for_tree(self, request: Request) -> tuple[int, ...]:
         """Returns the copy that pays in one tree with an in-process chain."""
@@ -136,7 +131,8 @@ class Proposer:
         step, under_way = self.next_step(request, (), 0), request.round.proposal
         if isinstance(step, DrafterWait) or not step.autonomous or step.drafter != under_way.drafter:
             return False
-        changes = map(sub, step.row_costs[:MAX_COMPARED_COSTS], under_way.row_costs)
+        costs, before = (proposal.draft.row_costs if proposal.draft else () for proposal in (step, under_way))
+        changes = map(sub, costs[:MAX_COMPARED_COSTS], before)
         return max(map(abs, changes), default=0.0) <= MAX_COST_CHANGE
 
     def _best_tail(self, request: Request) -> CopiedTail:

@@ -84,11 +84,10 @@ class Proposal:
 
     They are a `drafter`'s or n-gram copies. `source` is their origin (TARGET: there are none); `by` holds the origin of
     each token if they differ. `q` holds the distributions that the chain was drawn from, if any. With `parents` the
-    tokens are a tree. With `autonomous` the target continues by itself after this round, plainly or with an in-process
-    drafter. That drafter drafts `draft` tokens a round, and alternatives likelier than `min_prob`, or, if it copies
-    n-grams, what is worth `row_costs` (`Estimates.row_costs`). Its chain comes with the outcome. With `draft` but not
-    `autonomous` it does so for this round only, and `chain` forms one tree with that chain. `offered` is the length of
-    a draft worker's chain before it was cut to what pays.
+    tokens are a tree. With `autonomous` the target continues by itself after this round, plainly or with the `draft` of
+    an in-process drafter in each, which comes with the outcome. With `draft` but not `autonomous` it drafts for this
+    round only, and `chain` forms one tree with that draft. `offered` is the length of a draft worker's chain before it
+    was cut to what pays.
     """
 
     chain: tuple[int, ...] = ()
@@ -96,12 +95,10 @@ class Proposal:
     lookup: Lookup = Lookup.NONE
     autonomous: bool = False
     q: SparseQ | None = None
-    draft: int = 0
+    draft: InProcess | None = None
     drafter: str = ""
     parents: tuple[int, ...] = ()
     by: tuple[Origin, ...] = ()
-    min_prob: float = 1.0
-    row_costs: tuple[float, ...] = ()
     offered: int = 0
 
     @property
@@ -164,11 +161,10 @@ class Proposal:
 
     def to_message(self, max_tokens: int) -> DraftTokens | DraftInProcess | Autonomous:
         """Returns the proposal as VERIFY carries it. `max_tokens`: by how many the request may still grow."""
-        own = InProcess(self.draft, self.drafter, self.min_prob, self.row_costs) if self.draft else None
         if self.autonomous:
-            return Autonomous(max_tokens, own)
-        if own is not None:
-            return DraftInProcess(own, max_tokens, self.chain, self.parents)
+            return Autonomous(max_tokens, self.draft)
+        if self.draft is not None:
+            return DraftInProcess(self.draft, max_tokens, self.chain, self.parents)
         return DraftTokens(self.chain, self.parents, self.q)
 
 

@@ -27,7 +27,7 @@ from outrider.orchestrator.core.proposal import Proposal
 from outrider.orchestrator.core.request import DraftState, PlanState, Request, SequenceState, SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.admission import is_code
-from outrider.protocol.messages import InProcessDrafter, Outcome, Span
+from outrider.protocol.messages import InProcess, InProcessDrafter, Outcome, Span
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
 from tests.orchestrator.rounds import settled
@@ -168,7 +168,7 @@ def test_ngram_forecast_follows_observed_copies() -> None:
 def test_head_that_proposes_nothing_in_a_row_is_left_out_for_the_request() -> None:
     found, admit = planner(GOOD, POOR), asked("sd")
     request = open_request(found, admit, workers=0)
-    silent, other = (Proposal(chain, draft=4, drafter="eagle3") for chain in ((), (7,)))
+    silent, other = (Proposal(chain, draft=InProcess(4, "eagle3"), drafter="eagle3") for chain in ((), (7,)))
     notes = [
         found.check_in_process_drafter(
             replace(settled(1, one, Outcome("r", 0, 1, 2, 0, 5, Span(0, 1)), 1), request=request, plan=request.plan)

@@ -11,6 +11,7 @@ from outrider.protocol.messages import (
     Branches,
     Drafted,
     DraftWork,
+    InProcess,
     InProcessDraft,
     Outcome,
     RoundRecord,
@@ -71,16 +72,16 @@ def test_draft_work_outside_the_time_of_the_request_is_left_out() -> None:
 def test_in_process_chain_is_reported_as_draft_work() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
     own = outcome(2, 1, Span(1_030, 1_060), drafted=InProcessDraft((4, 5), Span(1_010, 1_030)))
-    found = report(metrics, 2, Proposal((4, 5), Origin.DRAFTED, draft=2), own, 2)
+    found = report(metrics, 2, Proposal((4, 5), Origin.DRAFTED, draft=InProcess(2)), own, 2)
     assert found.drafting == (DraftWork("target's drafter", 2, 2, 0, Span(10, 30)),) and found.decided is None
 
 
 def test_round_in_which_a_drafter_found_nothing_has_no_source() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
-    looked = Proposal((), Origin.COPIED, autonomous=True, draft=8, drafter=NGRAM)
+    looked = Proposal((), Origin.COPIED, autonomous=True, draft=InProcess(8, NGRAM), drafter=NGRAM)
     assert report(metrics, 1, looked, outcome(1, 0, Span(1_000, 1_050)), 1).source == "none"
     assert metrics.timings(1, 1).ngram_chains == 0
-    copied = Proposal((4,), Origin.COPIED, autonomous=True, draft=8, drafter=NGRAM)
+    copied = Proposal((4,), Origin.COPIED, autonomous=True, draft=InProcess(8, NGRAM), drafter=NGRAM)
     assert report(metrics, 2, copied, outcome(2, 1, Span(1_050, 1_100)), 2).source == "ngram"
     assert metrics.timings(1, 3).ngram_chains == 1
 
