@@ -8,7 +8,7 @@ the orchestrator sleeps, or only time passes. After the last step the faults end
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from outrider.draft_worker.worker import DraftWorker
 from outrider.orchestrator.events import Admit
 from outrider.protocol.sampling import SamplingParams
 from tests.network.transport import Weather
@@ -197,6 +198,7 @@ class Stories(RuleBasedStateMachine):
         world.calm()
         self._until_settled()
         judge("over", not self._running, f"{self._running} hang")
+        self._tick_until(lambda: not self._drafters_work)  # a text is freed only after its work
         world.pause(LONG)
         world.begin(Admit("last", (1, 2, 3), SamplingParams(max_tokens=3), "ssd", frozenset()))
         self._until_settled()
@@ -206,8 +208,21 @@ class Stories(RuleBasedStateMachine):
             worker: Any = node.worker
             judge("given back", not worker._running, f"{node.name} still holds {list(worker._running)}")
 
+    @property
+    def _drafters_work(self) -> bool:
+        """Whether a drafter has messages to handle, or texts to read or to draft ahead for."""
+        drafters = [(node.link, node.worker) for node in self.world.nodes.values()]
+        return any(
+            link.inbox or any(running.work.has_work for running in worker._running.values())
+            for link, worker in drafters
+            if isinstance(worker, DraftWorker)
+        )
+
     def _until_settled(self) -> None:
+        self._tick_until(lambda: self.world.is_settled)
+
+    def _tick_until(self, is_over: Callable[[], bool]) -> None:
         for _ in range(PATIENCE):
-            if self.world.is_settled:
+            if is_over():
                 return
             self.world.tick()
