@@ -210,13 +210,9 @@ class Stories(RuleBasedStateMachine):
 
     @property
     def _drafters_work(self) -> bool:
-        """Whether a drafter has messages to handle, or texts to read or to draft ahead for."""
-        drafters = [(node.link, node.worker) for node in self.world.nodes.values()]
-        return any(
-            link.inbox or any(running.work.has_work for running in worker._running.values())
-            for link, worker in drafters
-            if isinstance(worker, DraftWorker)
-        )
+        """Whether a drafter has texts to read or to draft ahead for, or a message is on its way."""
+        workers = [node.worker for node in self.world.nodes.values() if isinstance(node.worker, DraftWorker)]
+        return self.world.moves or any(text.work.has_work for own in workers for text in own._running.values())
 
     def _until_settled(self) -> None:
         self._tick_until(lambda: self.world.is_settled)

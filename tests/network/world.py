@@ -191,7 +191,7 @@ class World(HonestWorkers):
     def tick(self) -> None:
         """Lets some time pass: messages arrive, workers work, waits end, losses are noticed."""
         self.journal.tick += 1
-        self._clock.skip(self._rng.choice((1, 5, 20) if self._moves else (200,)) * MILLISECOND_NS)
+        self._clock.skip(self._rng.choice((1, 5, 20) if self.moves else (200,)) * MILLISECOND_NS)
         self._notice()
         for node in self._alive():
             node.link.inbox += node.link.down.arrived()
@@ -257,7 +257,7 @@ class World(HonestWorkers):
         return not self.rounds.active and not self._coming
 
     @property
-    def _moves(self) -> bool:
+    def moves(self) -> bool:
         """Whether any message is on its way; else time passes quickly."""
         return any(node.link.inbox or not all(way.is_empty for way in self._ways(node.name)) for node in self._alive())
 
