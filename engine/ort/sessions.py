@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import onnxruntime as ort
 
 from outrider.engine.ort import exact_biases
-from outrider.protocol.digest import cache_folder, make_cached, model_digest, replace_file, use_cached
+from outrider.protocol.digest import cache_folder, make_cached, model_digest, read_json, replace_file, use_cached
 from outrider.protocol.errors import ModelError, first_line
 from outrider.protocol.process import cpu_flags, physical_memory
 from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
@@ -176,9 +176,8 @@ class CachedGraph:
             replace_file(self.folder / _CHECKED_FILE, json.dumps(self._checks() | {_cores_name(): min_rows}))
 
     def _checks(self) -> dict[str, int]:
-        with suppress(OSError, ValueError, TypeError, AttributeError):
-            checked = json.loads((self.folder / _CHECKED_FILE).read_text())
-            return {cores: int(min_rows) for cores, min_rows in checked.items()}
+        with suppress(ModelError, ValueError, TypeError):
+            return {cores: int(rows) for cores, rows in read_json(self.folder / _CHECKED_FILE).items()}
         return {}
 
 
