@@ -295,14 +295,20 @@ class Typist:
         return termios.tcgetattr(self._ours)
 
 
-def test_sigint_on_a_terminal_stops_the_answer_and_quit_exits(served, tmp_path):
-    """The target never gets to its end by itself."""
+@contextmanager
+def answering(served, home):
+    """A chat in the middle of an answer, whose end the target never gets to by itself."""
     half = served.codec.encode("half", special=False)
     served.core.play = lambda admit: [RequestBegan(admit.request, "ssd"), Committed(admit.request, half)]
-    with Typist(tmp_path, "--connect", served.endpoint) as typist:
+    with Typist(home, "--connect", served.endpoint) as typist:
         typist.until(READY)
         typist.types(b"one\r")
         typist.until(b"half")
+        yield typist
+
+
+def test_sigint_on_a_terminal_stops_the_answer_and_quit_exits(served, tmp_path):
+    with answering(served, tmp_path) as typist:
         typist.process.send_signal(signal.SIGINT)
         typist.until(READY)
         assert typist.quits() == 0
@@ -310,12 +316,7 @@ def test_sigint_on_a_terminal_stops_the_answer_and_quit_exits(served, tmp_path):
 
 
 def test_ctrl_d_during_an_answer_ends_the_chat_after_it(served, tmp_path):
-    half = served.codec.encode("half", special=False)
-    served.core.play = lambda admit: [RequestBegan(admit.request, "ssd"), Committed(admit.request, half)]
-    with Typist(tmp_path, "--connect", served.endpoint) as typist:
-        typist.until(READY)
-        typist.types(b"one\r")
-        typist.until(b"half")
+    with answering(served, tmp_path) as typist:
         typist.types(b"\x04")
         typist.process.send_signal(signal.SIGINT)
         assert typist.process.wait(30) == 0
