@@ -112,14 +112,14 @@ def test_settings_of_the_matrix_exercise_every_path(make_cluster: Make) -> None:
     """Else identity would be cheap: hits, misses, the drafter's own chains, n-grams and bare steps all occur."""
     seen: Counter[str] = Counter()
     accepted: Counter[int] = Counter()
-    for seed, draft in enumerate(("model", "random")):
+    for seed, draft in enumerate(("model", "random"), 2):
         cluster = make_cluster(draft, schedule=MIXED, seed=seed)
         for sampling in SAMPLINGS.values():
             run = cluster.run(PROMPT, sampling, "ssd")
             seen += run.sources
             accepted.update(dict(enumerate(run.timings.accepted_by_position)))
     assert min(seen[source] for source in ("hit", "miss", "drafter")) > 5
-    assert all(accepted[position] > 3 for position in range(3))
+    assert all(accepted[position] > 5 for position in range(3))
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
