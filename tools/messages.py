@@ -96,7 +96,7 @@ def _message_kind(node: ast.AST, outer: str) -> str:
             return "help"
         case ast.Call(func=ast.Attribute(value=ast.Name(id="log" | "logger"), attr=name)) if name in LOG_METHODS:
             return "log"
-        case ast.Call(func=ast.Name(id=name)) if name.endswith(
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name.endswith(
             ("Error", "Fault", "Busy", "Request", "Stopped", "unsupported")
         ):
             return "errors"

@@ -19,20 +19,8 @@ from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.orchestrator.pairing.detokenizer import Spelling, TextStream
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.messages import RoundRecord
+from outrider.server import schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState
-from outrider.server.schemas import (
-    CachedTokens,
-    ChatTokenLogprob,
-    Drafting,
-    Outrider,
-    ReasoningTokens,
-    Round,
-    SpeculationReport,
-    TokenOrigin,
-    TopLogprob,
-    Usage,
-    Work,
-)
 
 MIN_LOGPROB = -9999.0
 """OpenAI's value for an impossible token."""
@@ -56,33 +44,33 @@ def build_statistics(
 ) -> dict[str, Any]:
     """Returns the fields `timings`, of all choices, and `outrider`, of `first`, by default the first of them."""
     result = (first or choices[0]).result
-    about = Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
+    about = schemas.Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
     return {"timings": sum_timings(choices), "outrider": about}
 
 
-def report_speculation(chunks: Sequence[Chunk]) -> SpeculationReport | None:
+def report_speculation(chunks: Sequence[Chunk]) -> schemas.SpeculationReport | None:
     """Returns the `speculation` field of chat and text completions for a choice's chunks; None if empty. A chunk with
     an origin has one token."""
-    origins = [TokenOrigin(text=one.text, origin=one.origins[0].name.lower()) for one in chunks if one.origins]
+    origins = [schemas.TokenOrigin(text=one.text, origin=one.origins[0].name.lower()) for one in chunks if one.origins]
     rounds = [_to_round(record) for chunk in chunks for record in chunk.rounds or ()]
-    return SpeculationReport(origins=origins or None, rounds=rounds or None) if origins or rounds else None
+    return schemas.SpeculationReport(origins=origins or None, rounds=rounds or None) if origins or rounds else None
 
 
-def _to_round(record: RoundRecord) -> Round:
+def _to_round(record: RoundRecord) -> schemas.Round:
     given = {name: getattr(record, name) for name in ("round", "lookup", "source", "drafted", "accepted", "tokens")}
     drafting = [
-        Drafting.of(one.work, drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches)
+        schemas.Drafting.of(one.work, drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches)
         for one in record.drafting
     ]
-    decided = Work.of(record.decided) if record.decided is not None else None
-    return Round(**given, verify=Work.of(record.verify), decided=decided, drafting=drafting)
+    decided = schemas.Work.of(record.decided) if record.decided is not None else None
+    return schemas.Round(**given, verify=schemas.Work.of(record.verify), decided=decided, drafting=drafting)
 
 
-def count_reasoning_tokens(plan: AnswerPlan) -> ReasoningTokens:
+def count_reasoning_tokens(plan: AnswerPlan) -> schemas.ReasoningTokens:
     """Counts the thinking tokens of all choices."""
     spelling = plan.model.codec.spelling
     counts = (count_thinking_tokens(spelling, choice) for choice in plan.choices if choice.thought)
-    return ReasoningTokens(reasoning_tokens=sum(counts))
+    return schemas.ReasoningTokens(reasoning_tokens=sum(counts))
 
 
 def count_thinking_tokens(spelling: Spelling, choice: ChoiceState) -> int:
@@ -94,15 +82,15 @@ def count_thinking_tokens(spelling: Spelling, choice: ChoiceState) -> int:
     return sum(min(bisect_left(ends, end) + 1, len(ends)) - bisect_right(ends, start) for start, end in spans)
 
 
-def build_usage(plan: AnswerPlan) -> Usage:
+def build_usage(plan: AnswerPlan) -> schemas.Usage:
     """Returns the usage of all choices in OpenAI's format. A prompt shared by several choices counts once."""
     num_generated = sum(len(choice.tokens) for choice in plan.choices)
     cached = max((choice.result.timings.cache_n for choice in plan.choices), default=0)
-    return Usage(
+    return schemas.Usage(
         prompt_tokens=plan.prompt_tokens,
         completion_tokens=num_generated,
         total_tokens=plan.prompt_tokens + num_generated,
-        prompt_tokens_details=CachedTokens(cached_tokens=cached),
+        prompt_tokens_details=schemas.CachedTokens(cached_tokens=cached),
         completion_tokens_details=count_reasoning_tokens(plan) if plan.is_chat else None,
     )
 
@@ -113,7 +101,7 @@ class PlacedToken:
 
     start: int
     end: int
-    spelled: ChatTokenLogprob
+    spelled: schemas.ChatTokenLogprob
 
 
 class LogprobFormatter:
@@ -142,15 +130,19 @@ class LogprobFormatter:
         found = []
         for row in rows:
             top = [self._format_token(token, value) for token, value in row.top]
-            spelled = ChatTokenLogprob(**self._format_token(row.token, row.logprob).model_dump(), top_logprobs=top)
+            spelled = schemas.ChatTokenLogprob(
+                **self._format_token(row.token, row.logprob).model_dump(), top_logprobs=top
+            )
             start = self._length
             self._length += len(self._characters.decode(bytes(spelled.bytes)))
             found.append(PlacedToken(max(start, 0), self._length, spelled))
         return found
 
-    def _format_token(self, token: int, value: float) -> TopLogprob:
+    def _format_token(self, token: int, value: float) -> schemas.TopLogprob:
         spelled = self._codec.spelling.of(token)
-        return TopLogprob(token=spelled.decode(errors="replace"), logprob=max(value, MIN_LOGPROB), bytes=list(spelled))
+        return schemas.TopLogprob(
+            token=spelled.decode(errors="replace"), logprob=max(value, MIN_LOGPROB), bytes=list(spelled)
+        )
 
 
 def collect_logprobs(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
@@ -177,9 +169,9 @@ def describe_schema_violations(plan: AnswerPlan, choices: Sequence[ChoiceState])
                     " enforce this part of it, and with strict the request is refused"
                 )
     functions = (tool["function"] for tool in plan.box.tools)
-    schemas = {one["name"]: one["parameters"] for one in functions if one["name"] not in plan.box.strict}
-    for call in (call for choice in choices for call in choice.calls if call.name in schemas):
-        if (why := _find_violation(schemas[call.name], call.arguments)) is not None:
+    by_name = {one["name"]: one["parameters"] for one in functions if one["name"] not in plan.box.strict}
+    for call in (call for choice in choices for call in choice.calls if call.name in by_name):
+        if (why := _find_violation(by_name[call.name], call.arguments)) is not None:
             found.append(f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why}")
     return found
 

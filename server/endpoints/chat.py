@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MAX_LOGPROBS
+from outrider.server import schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, ThinkingPart, plan_answer
 from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.usage import create_logprob_formatters, report_speculation
@@ -31,50 +32,29 @@ from outrider.server.mapping import (
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Refused
-from outrider.server.schemas import (
-    MAX_STOPS,
-    MAX_TOOLS,
-    ApiRequest,
-    ApiResponse,
-    ChatLogprobs,
-    CompletionBase,
-    Content,
-    Function,
-    JsonObject,
-    LooseSchema,
-    Outrider,
-    Sampling,
-    SpeculationReport,
-    Timings,
-    TokenLimit,
-    Usage,
-    bounded,
-    omit_if_none,
-    unsupported,
-)
 from outrider.server.server_context import ContextDependency
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 _REASONS: dict[str, FinishReason] = {"length": "length", "tool": "tool_calls"}
 
 
-class FunctionCall(LooseSchema):
+class FunctionCall(schemas.LooseSchema):
     name: str
-    arguments: str | JsonObject = "{}"
+    arguments: str | schemas.JsonObject = "{}"
 
 
-class MessageToolCall(LooseSchema):
+class MessageToolCall(schemas.LooseSchema):
     id: str | None = None
     function: FunctionCall
 
 
-class ChatMessage(LooseSchema):
+class ChatMessage(schemas.LooseSchema):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
+    content: schemas.Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[MessageToolCall], bounded(MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], schemas.bounded(schemas.MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -82,65 +62,65 @@ class ChatMessage(LooseSchema):
     prefix: bool | None = Field(None, description="Mistral's and DeepSeek's name for continue_final_message")
 
 
-class Tool(LooseSchema):
+class Tool(schemas.LooseSchema):
     type: str
-    function: Function | None = None
+    function: schemas.Function | None = None
 
 
-class NamedToolChoice(LooseSchema):
+class NamedToolChoice(schemas.LooseSchema):
     """Names a function; as `tool_choice`, requires a call of it."""
 
     type: Literal["function"] = "function"
-    function: Function
+    function: schemas.Function
 
 
-class AllowedTools(LooseSchema):
+class AllowedTools(schemas.LooseSchema):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedToolChoice], bounded(MAX_TOOLS, least=1)]
+    tools: Annotated[list[NamedToolChoice], schemas.bounded(schemas.MAX_TOOLS, least=1)]
 
 
-class AllowedToolsChoice(LooseSchema):
+class AllowedToolsChoice(schemas.LooseSchema):
     """Limits calls to some functions; `mode` required: one of them must be called."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
-class ConversationRequest(ApiRequest):
+class ConversationRequest(schemas.ApiRequest):
     """The fields that become the prompt."""
 
-    messages: Annotated[list[ChatMessage], bounded(least=1)] | None = None
-    tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
+    messages: Annotated[list[ChatMessage], schemas.bounded(least=1)] | None = None
+    tools: Annotated[list[Tool], schemas.bounded(schemas.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required", "any"] | NamedToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: JsonObject | None = None
+    chat_template_kwargs: schemas.JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = Field(None, description="DashScope's field for this entry of chat_template_kwargs")
 
 
-class ChatRequest(ConversationRequest, Sampling):
+class ChatRequest(ConversationRequest, schemas.Sampling):
     """A chat completion."""
 
-    messages: Annotated[list[ChatMessage], bounded(least=1)]
-    max_completion_tokens: TokenLimit | None = None
+    messages: Annotated[list[ChatMessage], schemas.bounded(least=1)]
+    max_completion_tokens: schemas.TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    modalities: Annotated[list[str], bounded(MAX_STOPS)] | None = None
-    audio: Annotated[Any, unsupported("audio output is not supported")] = None
-    functions: Annotated[Any, unsupported("it is deprecated; use tools")] = None
-    function_call: Annotated[Any, unsupported("it is deprecated; use tool_choice")] = None
-    web_search_options: Annotated[Any, unsupported("web search is not supported")] = None
+    modalities: Annotated[list[str], schemas.bounded(schemas.MAX_STOPS)] | None = None
+    audio: Annotated[Any, schemas.unsupported("audio output is not supported")] = None
+    functions: Annotated[Any, schemas.unsupported("it is deprecated; use tools")] = None
+    function_call: Annotated[Any, schemas.unsupported("it is deprecated; use tool_choice")] = None
+    web_search_options: Annotated[Any, schemas.unsupported("web search is not supported")] = None
     verbosity: Any = None
 
 
-class FunctionOut(ApiResponse):
+class FunctionOut(schemas.ApiResponse):
     name: str
     arguments: str
 
 
-class ToolCallOut(ApiResponse):
+class ToolCallOut(schemas.ApiResponse):
     id: str
     type: Literal["function"] = "function"
     function: FunctionOut
@@ -156,50 +136,50 @@ class ToolCallDelta(ToolCallOut):
     index: int
 
 
-class AnswerMessage(ApiResponse):
+class AnswerMessage(schemas.ApiResponse):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: str | None = None
-    reasoning_content: str | None = omit_if_none()
-    tool_calls: list[ToolCallOut] | None = omit_if_none()
+    reasoning_content: str | None = schemas.omit_if_none()
+    tool_calls: list[ToolCallOut] | None = schemas.omit_if_none()
 
 
-class ChatChoice(ApiResponse):
+class ChatChoice(schemas.ApiResponse):
     index: int
     message: AnswerMessage
-    logprobs: ChatLogprobs | None = None
+    logprobs: schemas.ChatLogprobs | None = None
     finish_reason: FinishReason
-    speculation: SpeculationReport | None = omit_if_none()
+    speculation: schemas.SpeculationReport | None = schemas.omit_if_none()
 
 
-class ChatCompletion(CompletionBase):
+class ChatCompletion(schemas.CompletionBase):
     """The full response."""
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    usage: Usage
-    timings: Timings
-    outrider: Outrider
+    usage: schemas.Usage
+    timings: schemas.Timings
+    outrider: schemas.Outrider
 
 
-class Delta(ApiResponse):
+class Delta(schemas.ApiResponse):
     """New content; empty fields are omitted."""
 
-    role: Literal["assistant"] | None = omit_if_none()
-    content: str | None = omit_if_none()
-    reasoning_content: str | None = omit_if_none()
-    tool_calls: list[ToolCallDelta] | None = omit_if_none()
+    role: Literal["assistant"] | None = schemas.omit_if_none()
+    content: str | None = schemas.omit_if_none()
+    reasoning_content: str | None = schemas.omit_if_none()
+    tool_calls: list[ToolCallDelta] | None = schemas.omit_if_none()
 
 
-class ChunkChoice(ApiResponse):
+class ChunkChoice(schemas.ApiResponse):
     index: int
     delta: Delta
-    logprobs: ChatLogprobs | None = None
+    logprobs: schemas.ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
-    speculation: SpeculationReport | None = omit_if_none()
+    speculation: schemas.SpeculationReport | None = schemas.omit_if_none()
 
 
-class ChatChunk(CompletionBase):
+class ChatChunk(schemas.CompletionBase):
     """An event of a stream. A choice's last event has timings; usage, if requested, has an event without choices."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -254,7 +234,7 @@ class ChatFormatter(CompletionFormatter):
 
     def _extras(self, choice: ChoiceState, chunks: Sequence[Chunk]) -> dict[str, Any]:
         placed = self._logprobs[choice.index].format(chunks) if self._logprobs is not None else []
-        logprobs = ChatLogprobs(content=[token.spelled for token in placed]) if placed else None
+        logprobs = schemas.ChatLogprobs(content=[token.spelled for token in placed]) if placed else None
         return {"logprobs": logprobs, "speculation": report_speculation(chunks)}
 
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from outrider.orchestrator.client.dialogue import MAX_TOKEN_ID, Chunk
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import MAX_LOGPROBS
+from outrider.server import schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, plan_answer
 from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.usage import PlacedToken, collect_logprobs, create_logprob_formatters, report_speculation
@@ -21,36 +22,24 @@ from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response
 from outrider.server.mapping import get_output_format, should_include_usage
 from outrider.server.model.served import ServedModel, TokenizedPrompt
 from outrider.server.problems import Refused
-from outrider.server.schemas import (
-    MAX_CHOICES,
-    MAX_TOKENS,
-    ApiResponse,
-    ChatTokenLogprob,
-    CompletionBase,
-    Sampling,
-    SpeculationReport,
-    bounded,
-    omit_if_none,
-    unsupported,
-)
 from outrider.server.server_context import ContextDependency
 
-Tokens = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], bounded(MAX_TOKENS, least=1)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], schemas.bounded(schemas.MAX_TOKENS, least=1)]
 DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(schemas.Sampling):
     """A completion of texts or token ids. No chat template is applied."""
 
-    prompt: str | Tokens | Annotated[list[str | Tokens], bounded(MAX_CHOICES, least=1)]
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    prompt: str | Tokens | Annotated[list[str | Tokens], schemas.bounded(schemas.MAX_CHOICES, least=1)]
+    best_of: Annotated[int, Field(ge=1, le=schemas.MAX_CHOICES)] | None = None
     echo: bool | None = None
-    suffix: Annotated[str | None, unsupported("fill-in-the-middle is not supported; leave it out")] = None
+    suffix: Annotated[str | None, schemas.unsupported("fill-in-the-middle is not supported; leave it out")] = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = Field(None, description="vLLM's: return token ids")
 
 
-class CompletionLogprobs(ApiResponse):
+class CompletionLogprobs(schemas.ApiResponse):
     """For each token: its text, log-probability, likeliest alternatives by text, and text offset.
 
     An echoed prompt's first token has null for a log-probability and for alternatives.
@@ -62,16 +51,16 @@ class CompletionLogprobs(ApiResponse):
     text_offset: list[int]
 
 
-class CompletionChoice(ApiResponse):
+class CompletionChoice(schemas.ApiResponse):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
-    token_ids: list[int] | None = omit_if_none()
-    speculation: SpeculationReport | None = omit_if_none()
+    token_ids: list[int] | None = schemas.omit_if_none()
+    speculation: schemas.SpeculationReport | None = schemas.omit_if_none()
 
 
-class Completion(CompletionBase):
+class Completion(schemas.CompletionBase):
     """The full response, and each event of a stream."""
 
     object: Literal["text_completion"] = "text_completion"
@@ -94,7 +83,7 @@ def format_logprobs(placed: Sequence[PlacedToken], echoes: bool = False) -> Comp
     return found
 
 
-def _top_by_text(spelled: ChatTokenLogprob) -> dict[str, float]:
+def _top_by_text(spelled: schemas.ChatTokenLogprob) -> dict[str, float]:
     """Returns the top tokens by text, of equal texts the likeliest. The chosen token is always included."""
     found = {spelled.token: spelled.logprob}
     for one in spelled.top_logprobs:
@@ -184,8 +173,10 @@ def _create_formatter(model: ServedModel, payload: CompletionRequest) -> TextCom
     """Plans the choices of all prompts. An echo is the prompt's text, which a returned choice begins with."""
     given, each, tried = _split_prompts(payload.prompt), payload.n or 1, _count_candidates(payload)
     prompts = [model.tokenize_text(one) if isinstance(one, str) else TokenizedPrompt(tuple(one)) for one in given]
-    if len(prompts) * tried > MAX_CHOICES:
-        raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MAX_CHOICES} in all", "n")
+    if len(prompts) * tried > schemas.MAX_CHOICES:
+        raise Refused(
+            f"{len(prompts)} prompts with {tried} choices each; expected at most {schemas.MAX_CHOICES} in all", "n"
+        )
     most = payload.max_tokens if payload.max_tokens is not None else DEFAULT_MAX_TOKENS
     if not (most or payload.echo):
         raise Refused("max_tokens is 0; expected at least 1, or echo, which returns the prompt", "max_tokens")

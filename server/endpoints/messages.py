@@ -12,6 +12,7 @@ from pydantic import AliasChoices, AliasPath, Field, model_validator
 from starlette.responses import Response
 
 from outrider.orchestrator.pairing.detokenizer import TextStream
+from outrider.server import schemas
 from outrider.server.answers.choices import (
     AnswerPlan,
     ChoiceState,
@@ -39,23 +40,6 @@ from outrider.server.mapping import (
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
 from outrider.server.problems import Problem, Refused
-from outrider.server.schemas import (
-    MAX_TOOLS,
-    ApiRequest,
-    ApiResponse,
-    ContentPart,
-    Function,
-    Generation,
-    JsonObject,
-    LooseSchema,
-    MaxTokens,
-    Outrider,
-    Stops,
-    Timings,
-    bounded,
-    omit_if_none,
-    unsupported,
-)
 from outrider.server.server_context import ContextDependency, json_response
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -66,23 +50,23 @@ _BLOCKS_WITHOUT_TEXT = ("tool_result", "tool_use", "thinking", "redacted_thinkin
 _TOOL_CHOICE_KINDS: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class ClientTool(Function):
+class ClientTool(schemas.Function):
     """A tool that the client runs; `input_schema` is a JSON schema. Anthropic's own tools are rejected."""
 
     type: str | None = None
     defer_loading: bool | None = Field(None, description="hide it until a tool_reference or tool_addition names it")
-    parameters: JsonObject | None = Field(None, alias="input_schema")
+    parameters: schemas.JsonObject | None = Field(None, alias="input_schema")
 
 
-class Block(ContentPart):
+class Block(schemas.ContentPart):
     """A block: text, thinking, or a tool's use, result, reference, addition or removal. Images are rejected."""
 
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: JsonObject | None = None
+    input: schemas.JsonObject | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[Block], bounded()] | None = None
+    content: str | Annotated[list[Block], schemas.bounded()] | None = None
     tool: ClientTool | None = Field(default=None, validation_alias=AliasPath("tool", "definition"))
     tool_name: str | None = Field(default=None, validation_alias=AliasChoices("tool_name", AliasPath("tool", "name")))
 
@@ -93,47 +77,51 @@ class Block(ContentPart):
         return self
 
 
-class OutputConfig(LooseSchema):
+class OutputConfig(schemas.LooseSchema):
     effort: str | None = None
-    format: JsonObject | None = None
+    format: schemas.JsonObject | None = None
 
 
-class Turn(LooseSchema):
+class Turn(schemas.LooseSchema):
     """A message. One of the system may have an effort instead of `content`; it holds until another one changes it."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], bounded()] | None = None
+    content: str | Annotated[list[Block], schemas.bounded()] | None = None
     output_config: OutputConfig | None = None
     clear_at: Literal["next_user_message", "never"] | None = Field(None, description="when a system turn is left out")
 
 
-class ToolChoice(LooseSchema):
+class ToolChoice(schemas.LooseSchema):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(LooseSchema):
+class Thinking(schemas.LooseSchema):
     type: Literal["enabled", "adaptive", "disabled"]
 
 
-class CountTokensRequest(ApiRequest):
+class CountTokensRequest(schemas.ApiRequest):
     """The fields that become the prompt."""
 
-    messages: Annotated[list[Turn], bounded(least=1)]
-    system: str | Annotated[list[Block], bounded()] | None = None
-    tools: Annotated[list[ClientTool], bounded(MAX_TOOLS)] | None = None
+    messages: Annotated[list[Turn], schemas.bounded(least=1)]
+    system: str | Annotated[list[Block], schemas.bounded()] | None = None
+    tools: Annotated[list[ClientTool], schemas.bounded(schemas.MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    chat_template_kwargs: JsonObject | None = None
-    mcp_servers: Annotated[Any, unsupported("this server does not call MCP servers; expected client tools")] = None
+    chat_template_kwargs: schemas.JsonObject | None = None
+    mcp_servers: Annotated[Any, schemas.unsupported("this server does not call MCP servers; expected client tools")] = (
+        None
+    )
     output_config: OutputConfig | None = None
-    output_format: JsonObject | None = None
+    output_format: schemas.JsonObject | None = None
     thread: Annotated[
         Any,
-        unsupported("conversations are not stored; send all messages, without thread", "thread_unsupported_request"),
+        schemas.unsupported(
+            "conversations are not stored; send all messages, without thread", "thread_unsupported_request"
+        ),
     ] = None
-    compaction: Annotated[Any, unsupported("conversations are not shortened; leave it out")] = None
+    compaction: Annotated[Any, schemas.unsupported("conversations are not shortened; leave it out")] = None
     # Ignored: they have no effect on the answer.
     cache_control: Any = None
     context_management: Any = None
@@ -141,38 +129,38 @@ class CountTokensRequest(ApiRequest):
     fallbacks: Any = None
 
 
-class MessagesRequest(CountTokensRequest, Generation):
+class MessagesRequest(CountTokensRequest, schemas.Generation):
     """A conversation to answer in at most `max_tokens`."""
 
-    max_tokens: MaxTokens
-    stop_sequences: Stops | None = None
+    max_tokens: schemas.MaxTokens
+    stop_sequences: schemas.Stops | None = None
     # Ignored as well.
     container: Any = None
     inference_geo: Any = None
 
 
-class TextBlock(ApiResponse):
+class TextBlock(schemas.ApiResponse):
     type: Literal["text"] = "text"
     text: str
 
 
-class ThinkingBlock(ApiResponse):
+class ThinkingBlock(schemas.ApiResponse):
     type: Literal["thinking"] = "thinking"
     thinking: str
     signature: str = ""
 
 
-class ToolUseBlock(ApiResponse):
+class ToolUseBlock(schemas.ApiResponse):
     type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
-    input: JsonObject
+    input: schemas.JsonObject
 
 
 AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class MessagesUsage(ApiResponse):
+class MessagesUsage(schemas.ApiResponse):
     """Token counts. `input_tokens` excludes tokens from the cache."""
 
     input_tokens: int
@@ -181,7 +169,7 @@ class MessagesUsage(ApiResponse):
     cache_read_input_tokens: int = 0
 
 
-class MessageAnswer(ApiResponse):
+class MessageAnswer(schemas.ApiResponse):
     """The full response."""
 
     id: str
@@ -192,11 +180,11 @@ class MessageAnswer(ApiResponse):
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessagesUsage
-    timings: Timings | None = omit_if_none()
-    outrider: Outrider | None = omit_if_none()
+    timings: schemas.Timings | None = schemas.omit_if_none()
+    outrider: schemas.Outrider | None = schemas.omit_if_none()
 
 
-class TokenCount(ApiResponse):
+class TokenCount(schemas.ApiResponse):
     input_tokens: int
 
 

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.orchestrator.pairing.chat_template import Message
 from outrider.protocol.sampling import MAX_LOGPROBS
+from outrider.server import schemas
 from outrider.server.answers.choices import (
     AnswerPlan,
     ChoiceState,
@@ -49,90 +50,73 @@ from outrider.server.mapping import (
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
 from outrider.server.problems import Problem, Refused
-from outrider.server.schemas import (
-    MAX_NAME_LENGTH,
-    MAX_TOOLS,
-    ApiResponse,
-    CachedTokens,
-    ChatTokenLogprob,
-    Content,
-    Function,
-    JsonObject,
-    LooseSchema,
-    MaxTokens,
-    OpenAIGeneration,
-    Outrider,
-    ReasoningTokens,
-    Timings,
-    bounded,
-    omit_if_none,
-    unsupported,
-)
 from outrider.server.server_context import ContextDependency, json_response
 
 _INCLUDE_LOGPROBS = "message.output_text.logprobs"
 _TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
-class Item(LooseSchema):
+class Item(schemas.LooseSchema):
     """A message, a function call, its output, or earlier reasoning."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Content | None = None
+    content: schemas.Content | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: Content | None = None
+    output: schemas.Content | None = None
 
 
-class FunctionTool(LooseSchema):
+class FunctionTool(schemas.LooseSchema):
     type: str
-    name: Annotated[str, Field(max_length=MAX_NAME_LENGTH)] | None = None
+    name: Annotated[str, Field(max_length=schemas.MAX_NAME_LENGTH)] | None = None
     description: str | None = None
-    parameters: JsonObject | None = None
+    parameters: schemas.JsonObject | None = None
     strict: bool | None = None
 
 
-class FunctionChoice(LooseSchema):
+class FunctionChoice(schemas.LooseSchema):
     type: Literal["function"]
     name: str
 
 
-class AllowedFunctionsChoice(LooseSchema):
+class AllowedFunctionsChoice(schemas.LooseSchema):
     """Limits calls to some functions; `mode` required: one of them must be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], bounded(MAX_TOOLS, least=1)]
+    tools: Annotated[list[FunctionChoice], schemas.bounded(schemas.MAX_TOOLS, least=1)]
 
 
-class Reasoning(LooseSchema):
+class Reasoning(schemas.LooseSchema):
     effort: str | None = None
 
 
-class ResponsesRequest(OpenAIGeneration):
+class ResponsesRequest(schemas.OpenAIGeneration):
     """An input to respond to."""
 
-    input: str | Annotated[list[Item], bounded(least=1)]
+    input: str | Annotated[list[Item], schemas.bounded(least=1)]
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], bounded(MAX_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], schemas.bounded(schemas.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctionsChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: MaxTokens | None = None
-    text: JsonObject | None = None
+    max_output_tokens: schemas.MaxTokens | None = None
+    text: schemas.JsonObject | None = None
     reasoning: Reasoning | None = None
-    chat_template_kwargs: JsonObject | None = None
-    include: Annotated[list[str], bounded(MAX_TOOLS)] | None = Field(
+    chat_template_kwargs: schemas.JsonObject | None = None
+    include: Annotated[list[str], schemas.bounded(schemas.MAX_TOOLS)] | None = Field(
         None, description="message.output_text.logprobs; other values are ignored"
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     previous_response_id: Annotated[
-        str | None, unsupported("responses are not stored; send the whole input", "previous_response_not_found")
+        str | None, schemas.unsupported("responses are not stored; send the whole input", "previous_response_not_found")
     ] = None
-    conversation: Annotated[Any, unsupported("conversations are not stored; send the whole input")] = None
-    background: Annotated[bool | None, unsupported("responses can't run in the background; leave it out")] = None
-    prompt: Annotated[Any, unsupported("prompts are not stored; send instructions and input")] = None
+    conversation: Annotated[Any, schemas.unsupported("conversations are not stored; send the whole input")] = None
+    background: Annotated[bool | None, schemas.unsupported("responses can't run in the background; leave it out")] = (
+        None
+    )
+    prompt: Annotated[Any, schemas.unsupported("prompts are not stored; send instructions and input")] = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="inputs are never truncated; one that is too long is refused, also with auto"
     )
@@ -142,19 +126,19 @@ class ResponsesRequest(OpenAIGeneration):
     client_metadata: Any = None
 
 
-class InputTokens(ApiResponse):
+class InputTokens(schemas.ApiResponse):
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
-class OutputText(ApiResponse):
+class OutputText(schemas.ApiResponse):
     type: Literal["output_text"] = "output_text"
     text: str
-    annotations: list[JsonObject] = Field(default_factory=list)
-    logprobs: list[ChatTokenLogprob] | None = omit_if_none()
+    annotations: list[schemas.JsonObject] = Field(default_factory=list)
+    logprobs: list[schemas.ChatTokenLogprob] | None = schemas.omit_if_none()
 
 
-class OutputMessage(ApiResponse):
+class OutputMessage(schemas.ApiResponse):
     type: Literal["message"] = "message"
     id: str
     role: Literal["assistant"] = "assistant"
@@ -162,7 +146,7 @@ class OutputMessage(ApiResponse):
     content: list[OutputText]
 
 
-class OutputCall(ApiResponse):
+class OutputCall(schemas.ApiResponse):
     type: Literal["function_call"] = "function_call"
     id: str
     call_id: str
@@ -171,15 +155,15 @@ class OutputCall(ApiResponse):
     status: str
 
 
-class ReasoningText(ApiResponse):
+class ReasoningText(schemas.ApiResponse):
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
-class OutputReasoning(ApiResponse):
+class OutputReasoning(schemas.ApiResponse):
     type: Literal["reasoning"] = "reasoning"
     id: str
-    summary: list[JsonObject] = Field(default_factory=list)
+    summary: list[schemas.JsonObject] = Field(default_factory=list)
     content: list[ReasoningText]
     status: str
 
@@ -187,21 +171,21 @@ class OutputReasoning(ApiResponse):
 Output = OutputMessage | OutputCall | OutputReasoning
 
 
-class InputTokensDetails(CachedTokens):
+class InputTokensDetails(schemas.CachedTokens):
     """`cache_write_tokens`: tokens that were added to the prompt cache."""
 
     cache_write_tokens: int = 0
 
 
-class ResponsesUsage(ApiResponse):
+class ResponsesUsage(schemas.ApiResponse):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: ReasoningTokens
+    output_tokens_details: schemas.ReasoningTokens
     total_tokens: int
 
 
-class ResponseObject(ApiResponse):
+class ResponseObject(schemas.ApiResponse):
     """The response and its status."""
 
     id: str
@@ -210,8 +194,8 @@ class ResponseObject(ApiResponse):
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     model: str
     output: list[Output]
-    error: JsonObject | None = None
-    incomplete_details: JsonObject | None = None
+    error: schemas.JsonObject | None = None
+    incomplete_details: schemas.JsonObject | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     parallel_tool_calls: bool
@@ -219,12 +203,12 @@ class ResponseObject(ApiResponse):
     store: bool = False
     temperature: float | None = None
     top_p: float | None = None
-    tool_choice: str | JsonObject
-    tools: list[JsonObject]
-    metadata: JsonObject = Field(default_factory=dict)
+    tool_choice: str | schemas.JsonObject
+    tools: list[schemas.JsonObject]
+    metadata: schemas.JsonObject = Field(default_factory=dict)
     usage: ResponsesUsage | None = None
-    timings: Timings | None = omit_if_none()
-    outrider: Outrider | None = omit_if_none()
+    timings: schemas.Timings | None = schemas.omit_if_none()
+    outrider: schemas.Outrider | None = schemas.omit_if_none()
 
 
 class ResponseFormatter(BlockFormatter):
@@ -307,9 +291,9 @@ class ResponseFormatter(BlockFormatter):
         if self._logprobs is not None:
             self._placed += self._logprobs.format(chunks)
 
-    def _extend_item(self, part: Part) -> list[ChatTokenLogprob]:
+    def _extend_item(self, part: Part) -> list[schemas.ChatTokenLogprob]:
         """Adds a part to the last item, and returns its log-probabilities."""
-        rows: list[ChatTokenLogprob] = []
+        rows: list[schemas.ChatTokenLogprob] = []
         match self._items[-1], part:
             case OutputMessage(content=[content]), TextPart(text=text):
                 content.text += text
@@ -321,7 +305,7 @@ class ResponseFormatter(BlockFormatter):
                 call.arguments = arguments
         return rows
 
-    def _logprobs_of(self, words: TextPart) -> list[ChatTokenLogprob]:
+    def _logprobs_of(self, words: TextPart) -> list[schemas.ChatTokenLogprob]:
         """Returns the tokens that end in `words` or, completing no character, begin it. Earlier ones are dropped."""
         found = []
         while self._placed and self._placed[0].end <= words.at + len(words.text):
@@ -399,7 +383,7 @@ def _select_tools(model: ServedModel, payload: ResponsesRequest) -> Toolbox:
             continue  # ignored, with a note
         if not tool.name:
             raise Refused(f"tools.{place}: the function has no name; expected it next to its type", f"tools.{place}")
-        functions.append(Function(**tool.model_dump(exclude={"type"})))
+        functions.append(schemas.Function(**tool.model_dump(exclude={"type"})))
     return select_tools(model, functions, _tool_choice(payload))
 
 
