@@ -277,7 +277,7 @@ class TokenOrigin(ApiResponse):
 
 
 class Work(ApiResponse):
-    """When work began and how long it took, in milliseconds since the request's start."""
+    """Work that began `start_ms` after the request and took `ms`, both in milliseconds."""
 
     start_ms: float
     ms: float
@@ -289,7 +289,7 @@ class Work(ApiResponse):
 
 
 class Drafting(Work):
-    """A drafter's work for `round`: `branches` became `depth` tokens deep; 0: a chain on request, or nothing yet."""
+    """A drafter's work for `round`: `branches` grew to `depth` tokens. With 0: a chain on request, or nothing yet."""
 
     drafter: str
     round: int
@@ -301,7 +301,7 @@ class Round(ApiResponse):
     """A verify of a chain of `drafted` tokens, of which `accepted` were accepted; `tokens` became final."""
 
     round: int
-    lookup: str = Field(description="lookup of the previous outcome: hit, grown, late, miss; none: no lookup")
+    lookup: str = Field(description="hit, grown (a hit after a wait), late (a miss whose branch came late), miss, none")
     source: str = Field(description="where the chain came from: cache, drafter, head, ngram, none")
     drafted: int
     accepted: int

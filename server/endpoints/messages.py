@@ -83,7 +83,7 @@ class OutputConfig(schemas.LooseSchema):
 
 
 class Turn(schemas.LooseSchema):
-    """A message. One of the system may have an effort instead of `content`; it holds until another one changes it."""
+    """A message. A system turn may have an effort instead of `content`; it holds until a later turn changes it."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], schemas.bounded()] | None = None
