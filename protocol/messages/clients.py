@@ -143,19 +143,20 @@ class TextChunk(RequestMessage, frozen=True):
 
 
 class Timings(Record, frozen=True):
-    """Measurements of a request, named as llama.cpp names them; times in milliseconds. Tokens past the end do not
-    count.
+    """Measurements of a request, named as llama.cpp names them; times in milliseconds. Tokens past the end don't count.
 
     - Prompt: `cache_n` tokens came from the target's prompt cache, `prompt_n` were read, `prefill_n` of these by a
       prefill worker. `draft_cache_n` came from a drafter's prompt cache.
-    - Chains: `draft_n` tokens were verified in `draft_rounds` rounds with a chain; `draft_n_accepted` were accepted.
-      `rounds` counts every verify.
+    - Chains: `draft_n` tokens were verified in `draft_rounds` rounds with a chain, `ngram_chains` of them of n-grams;
+      `draft_n_accepted` were accepted. `..._by_position` count both by position. `rounds` counts every verify.
     - Speculation cache: `cache_hits` and `cache_misses` count lookups; a hit found its branch in time. In `cache_late`
-      misses the branch arrived during the wait. After the others the target decoded plainly, or verified a chain
-      copied from the text, or one drafted on request or in its process (`missed_then_...`). `looked_up_by_accepted[k]`
-      and `hits_by_accepted[k]` count outcomes with k accepted tokens.
+      misses the branch arrived during the wait. After the others the target decoded plainly, or verified a chain of
+      n-grams, or one drafted on request or in its process (`missed_then_...`). `looked_up_by_accepted[k]`
+      and `hits_by_accepted[k]` count outcomes with k accepted tokens. `draft_waits` rounds waited for a drafter.
     - `draft_n_accepted_by` counts accepted tokens by drafter, `draft_n_accepted_from` by `Origin`.
-    - `queue_ms` is the time in the queue.
+    - `queue_ms` is the time in the queue, `prompt_ms` that from admission to the first token, `predicted_ms` that from
+      there to the last of `predicted_n` tokens; `predicted_per_second` is their rate, without the first. `verify_ms` is
+      the target's time in verifies, `idle_ms` that between them, `turnaround_ms` the idle time before each hit.
     - `peak_bytes` is the peak memory of the target and its drafters, weights included: on a GPU MLX's, since the
       request, or the first of those that ran with it, began; on a CPU each process's, since its start.
     - `resumed` counts continuations on a new target, `rejoined` the drafters that came back during the text.

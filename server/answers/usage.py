@@ -30,8 +30,7 @@ _MAX_BACKTRACKS = 10_000
 
 
 def sum_timings(choices: Sequence[ChoiceState]) -> dict[str, Any]:
-    """Returns the `timings` field, the sum of all choices, with llama.cpp's names. `turnaround_ms` is omitted: it has
-    one value for each round."""
+    """Returns the `timings` field, the sum of all choices. `turnaround_ms` is omitted: it has one value per hit."""
     times = reduce(add, (choice.result.timings for choice in choices))
     found = structs.asdict(times)
     del found["turnaround_ms"]
