@@ -72,7 +72,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     results = "folder for the results, as JSON and as a picture (default: out)"
     group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help=results)
     concurrent = parser.add_argument_group("bench of concurrent requests")
-    many = "numbers of concurrent requests to measure, like 1,2,4,8,16 (default: one request at a time, at each K)"
+    many = "numbers of concurrent requests to measure, like 1,2,4,8,16 (default: compare single requests)"
     concurrent.add_argument("--concurrency", metavar="N,N,...", help=many)
     concurrent.add_argument("--modes", metavar="M,M,...", help=f"modes to run (default: {DEFAULT_MODES})")
     turns = f"measured repetitions of each mode, after one to warm up (default: {DEFAULT_ROUNDS})"

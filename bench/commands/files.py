@@ -87,8 +87,8 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
     kinds = "classes of prompts (default: all)"
     group.add_argument("--classes", metavar="C,C,...", help=kinds)
     folder = (
-        "a folder of your own prompts, one CLASS.txt per class, prompts separated by lines with one %% (default:"
-        " Outrider's chat prompts, or texts to continue for a model without a chat template)"
+        "a folder of prompts, one CLASS.txt per class, prompts separated by lines with one %%; without DIR: Outrider's"
+        " chat prompts (default: these, or texts to continue for a model without a chat template)"
     )
     group.add_argument("--suite", nargs="?", type=Path, const=SUITE_FOLDER, metavar="DIR", help=folder)
 
