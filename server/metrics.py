@@ -48,8 +48,7 @@ _E2E_BUCKETS = (
 
 
 class OrchestratorMetrics(Collector):
-    """The orchestrator's totals, which include requests of other clients, and its processes. `stats` is None if the
-    orchestrator does not answer."""
+    """The orchestrator's processes and totals, of all clients' requests. `stats` is None if it does not answer."""
 
     def __init__(self, model: str, stats: Stats | None) -> None:
         self._model = model
@@ -145,8 +144,7 @@ class OrchestratorMetrics(Collector):
 
 
 def process_metrics(stats: Stats | None) -> Iterator[Metric]:
-    """Yields CPU time, memory and open files of this process, the orchestrator and the workers it started. Remote
-    workers are excluded."""
+    """Yields CPU time, memory and open files of this process, the orchestrator and the workers that it started."""
     labels = ("process",)
     cpu = CounterMetricFamily("outrider:process_cpu_seconds", "CPU time, user and system", labels=labels)
     memory = GaugeMetricFamily("outrider:process_resident_memory_bytes", "Resident memory", labels=labels)

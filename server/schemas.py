@@ -30,6 +30,7 @@ MAX_NAME_LENGTH = 256
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 JsonObject = dict[str, Any]
+Ignored = Annotated[Any, Field(description="ignored: it has no effect on the answer")]
 
 Timings = dict[str, Any]
 """Statistics of a request, with llama.cpp's names; docs/protocol.md explains each."""
@@ -172,9 +173,8 @@ class Generation(ApiRequest):
         Annotated[float, Field(gt=0, le=MAX_WAIT_SECONDS, description="seconds until the request is cancelled")] | None
     ) = None
     stream: bool | None = None
-    # Ignored: they have no effect on the answer.
-    metadata: Any = None
-    service_tier: Any = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
 
 
 class OpenAIGeneration(Generation):
@@ -186,12 +186,11 @@ class OpenAIGeneration(Generation):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, _sampling_bounds("repetition_penalty")] | None = None
     ignore_eos: bool | None = None
-    # Ignored as well.
-    user: Any = None
-    store: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    user: Ignored = None
+    store: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
 
 
 class Sampling(OpenAIGeneration):
@@ -216,9 +215,8 @@ class Sampling(OpenAIGeneration):
     regex: str | None = Field(None, description="SGLang's name for guided_regex")
     ebnf: str | None = Field(None, description="SGLang's name for grammar")
     structured_outputs: StructuredOutputs | None = None
-    # Ignored as well.
-    cache_prompt: Any = None
-    prediction: Any = None
+    cache_prompt: Ignored = None
+    prediction: Ignored = None
 
 
 class TopLogprob(ApiResponse):

@@ -48,8 +48,7 @@ def build_statistics(
 
 
 def report_speculation(chunks: Sequence[Chunk]) -> schemas.SpeculationReport | None:
-    """Returns the `speculation` field of chat and text completions for a choice's chunks; None if empty. A chunk with
-    an origin has one token."""
+    """Returns the `speculation` field for a choice's chunks; None if empty. A chunk with an origin has one token."""
     origins = [schemas.TokenOrigin(text=one.text, origin=one.origins[0].name.lower()) for one in chunks if one.origins]
     rounds = [_to_round(record) for chunk in chunks for record in chunk.rounds or ()]
     return schemas.SpeculationReport(origins=origins or None, rounds=rounds or None) if origins or rounds else None
@@ -104,8 +103,7 @@ class PlacedToken:
 
 
 class LogprobFormatter:
-    """Formats the log-probabilities of one choice for OpenAI's APIs. Tokens in `ends` (end of text) are omitted from
-    the generated text."""
+    """Formats a choice's log-probabilities for OpenAI's APIs; generated tokens in `ends` (end of text) are omitted."""
 
     def __init__(self, codec: TextCodec, ends: frozenset[int]) -> None:
         self._codec, self._ends = codec, ends

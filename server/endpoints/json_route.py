@@ -7,6 +7,7 @@ field of another path or server, or a misspelled one.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from codecs import BOM_UTF8
 from collections import Counter
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.responses import Response
 
+from outrider.protocol.sampling import MAX_SEED
 from outrider.server.problems import Refused
 from outrider.server.schemas import AnthropicErrorBody, ApiRequest, OpenAIErrorBody
 
@@ -114,14 +116,18 @@ def extend_openapi(app: FastAPI, names: Sequence[str], event: type[BaseModel]) -
 
     @cache
     def extended() -> dict[str, Any]:
-        document = generate()
+        # FastAPI writes bounds as floats, which can't hold the largest seed.
+        document: dict[str, Any] = json.loads(
+            json.dumps(generate()),
+            parse_float=lambda text: min(int(float(text)), MAX_SEED) if float(text).is_integer() else float(text),
+        )
+        app.openapi_schema = document
         shapes = document["components"]["schemas"]
         shape = event.model_json_schema(ref_template=SCHEMA_REF_PREFIX + "{model}", mode="serialization")
         shapes.update(shape.pop("$defs", {}))
         shapes[event.__name__] = shape
         for shape in shapes.values():
-            model = shape.get("properties", {}).get("model", {})
-            for kind in model.get("anyOf", ()):
+            for kind in shape.get("properties", {}).get("model", {}).get("anyOf", ()):
                 if kind["type"] == "string":
                     kind["enum"] = list(names)
         return document

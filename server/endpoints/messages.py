@@ -122,11 +122,10 @@ class CountTokensRequest(schemas.ApiRequest):
         ),
     ] = None
     compaction: Annotated[Any, schemas.unsupported("conversations are not shortened; leave it out")] = None
-    # Ignored: they have no effect on the answer.
-    cache_control: Any = None
-    context_management: Any = None
-    speed: Any = None
-    fallbacks: Any = None
+    cache_control: schemas.Ignored = None
+    context_management: schemas.Ignored = None
+    speed: schemas.Ignored = None
+    fallbacks: schemas.Ignored = None
 
 
 class MessagesRequest(CountTokensRequest, schemas.Generation):
@@ -134,9 +133,8 @@ class MessagesRequest(CountTokensRequest, schemas.Generation):
 
     max_tokens: schemas.MaxTokens
     stop_sequences: schemas.Stops | None = None
-    # Ignored as well.
-    container: Any = None
-    inference_geo: Any = None
+    container: schemas.Ignored = None
+    inference_geo: schemas.Ignored = None
 
 
 class TextBlock(schemas.ApiResponse):

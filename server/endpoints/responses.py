@@ -120,10 +120,9 @@ class ResponsesRequest(schemas.OpenAIGeneration):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="inputs are never truncated; one that is too long is refused, also with auto"
     )
-    # Ignored as well.
-    max_tool_calls: Any = None  # counts calls of OpenAI's own tools
-    stream_options: Any = None
-    client_metadata: Any = None
+    max_tool_calls: schemas.Ignored = None  # counts calls of OpenAI's own tools
+    stream_options: schemas.Ignored = None
+    client_metadata: schemas.Ignored = None
 
 
 class InputTokens(schemas.ApiResponse):
