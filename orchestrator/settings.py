@@ -137,7 +137,7 @@ class ServeSettings:
         help="a table of n-grams that the model often generates (default: the one that comes with --model)",
     )  # fmt: skip
     trees: bool = switch(
-        False, DRAFTING, help="verify drafts of several drafters as one tree, if the target can do so and it is faster"
+        False, DRAFTING, help="verify trees of alternative drafts instead of chains, if the target can and it is faster"
     )
     threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products, at most one per core")
     cpu_kernels: str = _enum(
@@ -178,7 +178,7 @@ class ServeSettings:
     )  # fmt: skip
     workers_endpoint: str | None = setting(
         None, values.check_text, ENDPOINTS, "ENDPOINT",
-        help="the endpoint for drafters of other machines, tcp://HOST:PORT, see docs/security.md",
+        help="the endpoint for draft and prefill workers of other machines, tcp://HOST:PORT, see docs/security.md",
     )  # fmt: skip
     advertise: bool = switch(False, ENDPOINTS, help="announce the workers' endpoint on the local network")
     keyed: bool = switch(False, ENDPOINTS, help="require keys on this machine, too; other machines always need them")
