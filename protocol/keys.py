@@ -185,7 +185,7 @@ class Keyring:
             taken = next((other for other in others if other.name == new.name and other.key != new.key), None)
             if taken is not None:
                 raise KeyFault(
-                    f"the {taken.role} {taken.key} has the name {new.name}; choose another name, or revoke it"
+                    f"the key {taken.key} ({taken.role}) has the name {new.name}; choose another name, or revoke it"
                 )
             self._write(self.allowed_file, [*map(str, others), str(new)])
 

@@ -44,12 +44,12 @@ def _allow(ring: Keyring, options: argparse.Namespace) -> None:
             f"{name!r} is not a valid name; expected one word of at most {MAX_NAME_LENGTH} printable characters"
         )
     ring.allow(AllowedKey(options.role, parse_key(key), name))
-    say(f"{name} is allowed as a {options.role}; running servers accept it at once.")
+    say(f"{name} is allowed in the role {options.role}; running servers accept it at once.")
 
 
 def _revoke(ring: Keyring, options: argparse.Namespace) -> None:
     for revoked in ring.revoke(options.what[0]):
-        say(f"{revoked.name} is no longer allowed as a {revoked.role}.")
+        say(f"{revoked.name} is no longer allowed in the role {revoked.role}.")
 
 
 def _trust(ring: Keyring, options: argparse.Namespace) -> None:

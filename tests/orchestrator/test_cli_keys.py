@@ -49,6 +49,8 @@ def test_a_key_is_made_shown_allowed_listed_and_revoked(run: Run, tmp_path: Path
     assert code == 0 and str(tmp_path / "config") in err
     assert run("keys", "show") == (0, made, "")
     assert {stat.S_IMODE(f.stat().st_mode) for f in (tmp_path / "config" / "outrider" / "keys").iterdir()} == {0o600}
+    code, out, err = run("keys", "allow", KEY, "mini", "--as", "prefill")
+    assert (code, out, err) == (0, "", "mini is allowed in the role prefill; running servers accept it at once.\n")
     assert run("keys", "allow", KEY, "mini", "--as", "drafter")[0] == 0
     assert run("keys", "allow", "--as=client", KEY, "mini")[0] == 0
     code, out, err = run("keys", "trust", "tcp://studio.local:5556", KEY)
@@ -56,12 +58,16 @@ def test_a_key_is_made_shown_allowed_listed_and_revoked(run: Run, tmp_path: Path
     own = made.strip()
     assert run("keys", "list")[1].splitlines() == [
         f"own      {own}",
+        f"prefill  {KEY} mini",
         f"drafter  {KEY} mini",
         f"client   {KEY} mini",
         f"server   {KEY} studio.local:5556",
     ]
     code, out, err = run("keys", "revoke", "mini")
-    assert (code, out) == (0, "") and "as a drafter" in err and "as a client" in err
+    assert (code, out) == (0, "")
+    assert err.splitlines() == [
+        f"mini is no longer allowed in the role {role}." for role in ("prefill", "drafter", "client")
+    ]
     code, out, err = run("keys", "forget", "studio.local:5556")
     assert (code, out) == (0, "") and "no longer trusted" in err
     assert run("keys", "list")[1] == f"own      {own}\n"
