@@ -241,8 +241,8 @@ def run_group(
     parser.usage = f"{parser.prog} COMMAND ..."
     if name and not name.startswith("-"):
         close = get_close_matches(name, commands, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(commands)}"
-        parser.error(f"unknown command {name!r}; {hint}")
+        hint = f" (did you mean {close[0]}?)" if close else f"; expected one of {', '.join(commands)}"
+        parser.error(f"unknown command {name!r}{hint}")
     parser.parse(given)
     parser.print_help()
     return 0

@@ -86,7 +86,7 @@ def test_help_works_without_ray_and_fits_80_columns(run: Run, arguments: list[st
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (["heed"], 2, "unknown command 'heed'; did you mean head?"),
+        (["heed"], 2, "unknown command 'heed' (did you mean head?); see"),
         (["head"], 2, "pip install '.[fleet]'"),
         (["join", "192.0.2.1:6379"], 2, "pip install '.[fleet]'"),
         (["join"], 2, "required: ADDRESS"),

@@ -168,7 +168,7 @@ def test_version_is_printed(run):
     [
         (["bake"], 2, "unknown command 'bake'; expected one of generate"),
         (["help", "bake"], 2, "unknown command 'bake'; expected one of generate"),
-        (["genrate", "-p", "x", "--seed", "3"], 2, "unknown command 'genrate'; did you mean generate?"),
+        (["genrate", "-p", "x", "--seed", "3"], 2, "unknown command 'genrate' (did you mean generate?); see"),
         (["--mode", "generate"], 2, "unknown flag --mode"),
         (["--version", "generate"], 2, "unexpected argument 'generate'"),
         (["generate", "-p"], 2, "expected one argument"),
