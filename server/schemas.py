@@ -130,7 +130,7 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], bounded(1000, lea
 
 
 class Speculation(StrictSchema):
-    """Outrider's extension: how to speculate. The text is the same in every mode."""
+    """Outrider's extension: how to speculate; mode auto: the server's own. The text is the same in every mode."""
 
     mode: Literal["auto", "ar", "sd", "ssd"] = "auto"
     num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None

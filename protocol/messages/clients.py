@@ -42,7 +42,7 @@ FIELD_ADDERS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class Generate(RequestMessage, frozen=True):
-    """Client -> orchestrator: complete `prompt` (or `tokens`). A setting of None means the server's default.
+    """Client -> orchestrator: complete `prompt` (or `tokens`). Mode auto and a setting of None are the server's.
 
     `origins` asks for the origin of each token, `rounds` for a record of each round when it ends. `drafter` names the
     only drafter to use; empty means all. `client` names the end user where one client serves several, who then take
