@@ -42,7 +42,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A named policy to run. In `mode` auto the controller chooses."""
+    """A named policy to run. In `mode` auto the planner chooses."""
 
     name: str
     policy: Policy

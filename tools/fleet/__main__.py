@@ -7,7 +7,7 @@
     python -m tools.fleet check --engines 4 --rates 0.25,0.5,0.7 --seconds 150   # flow against rounds
 
 Time is virtual: nothing sleeps, and the same seed gives the same numbers. By default an engine is a flow with the rate
-that was recorded for its number of concurrent requests, from the real rounds, controller, speculation cache and draft
+that was recorded for its number of concurrent requests, from the real rounds, planner, speculation cache and draft
 workers. With `--rounds` each engine runs these itself. Machines are profiles (docs/simulation.md).
 """
 

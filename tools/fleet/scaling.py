@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     screen, found = Screen(), defaultdict[int, list[Turn]](list)
     engines = Engines(profile, max(counts), options.tokens, TEXTS, at_once)
     try:
-        measure_turn(engines, max(counts), options.tokens, at_once, options.mode)  # lets the controller learn
+        measure_turn(engines, max(counts), options.tokens, at_once, options.mode)  # lets the planner learn
         for number in range(values.check_int("rounds", options.rounds, 1, 100)):
             for count in counts:
                 screen.show(f"{count} engines, {number + 1} of {options.rounds}")

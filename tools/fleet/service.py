@@ -36,7 +36,7 @@ Service = tuple[ServicePace, ...]
 
 
 def record_service(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Service, tuple[Tuning, ...]]:
-    """Returns the paces of 1, 2, ... concurrent requests with `drafters` left, and what the controller has learned."""
+    """Returns the paces of 1, 2, ... concurrent requests with `drafters` left, and what the planner has learned."""
     alone = replace(fleet, profiles=(), engines=1, zones=1, spread=False, prompt_rate=0.0, routing=ROUTINGS[0])
     return _record_service(replace(alone, scaling=None), profile, drafters)
 

@@ -1,4 +1,4 @@
-"""An engine in virtual time: the real rounds, controller and speculation cache, a paced target, real draft workers.
+"""An engine in virtual time: the real rounds, planner and speculation cache, a paced target, real draft workers.
 
 Nothing sleeps: forwards and messages take a latency profile's time on a virtual clock, so a minute of a simulated
 machine takes seconds and repeats exactly. The overhead of real processes (sockets, scheduling, Python) is omitted,
