@@ -58,6 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; empty if there is none. Raises ModelError if it holds something else."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(fields, ensure_ascii=False).encode()  # an escape can stand for half a surrogate pair
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

@@ -167,6 +167,13 @@ def test_unreadable_tokenizer_raises_model_error(model_folder):
         load_codec(find_model(str(model_folder)))
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"])
+def test_half_a_surrogate_pair_in_a_tokenizers_file_raises_model_error(model_folder, file):
+    change(model_folder, file, **{"eos_token": "\ud83d"} if file != "added_tokens.json" else {"\ud83d": 5})
+    with pytest.raises(ModelError, match=rf"{file} can't be read as JSON \(.*surrogates not allowed\); download"):
+        load_codec(find_model(str(model_folder)))
+
+
 def test_missing_tokenizer_raises_model_error(model_folder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model_folder / name).unlink()
