@@ -24,6 +24,7 @@ from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.layers import SUPPORTED_MODEL_TYPES, Array, DecoderLayers, Ints, to_numpy
 from outrider.engine.ort.sessions import CachedGraph, rounds_per_token
+from outrider.protocol.digest import read_json
 from outrider.protocol.errors import ModelError, first_line, wrap_model_errors
 from outrider.protocol.heads import text_config
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
@@ -49,7 +50,7 @@ def open_forward(model: nn.Module, config: Mapping[str, Any], folder: Path) -> O
 
     Args:
         model: its parameters may be lazy; quantised ones stay quantised.
-        config: its config.json, which has its type and the token that its texts begin with (BOS).
+        config: its config.json, which has its type and the token that its texts begin with (BOS), if it names one.
         folder: the model's files, by which its graph is kept on disk.
 
     Raises:
@@ -64,7 +65,7 @@ def open_forward(model: nn.Module, config: Mapping[str, Any], folder: Path) -> O
     try:
         with wrap_model_errors("ONNX Runtime's forwards", logging.INFO):
             decoder, cached = DecoderLayers.of(model, model_type), CachedGraph.of(folder)
-            first_token = _first_token(config)
+            first_token = _first_token(config, folder)
             if rounds_per_token(cached):
                 try:
                     return _open_checked(model, decoder, cached, first_token, per_token=True)
@@ -80,10 +81,10 @@ def open_forward(model: nn.Module, config: Mapping[str, Any], folder: Path) -> O
         return None
 
 
-def _first_token(config: Mapping[str, Any]) -> int:
-    """Returns BOS, as a model's config or that of its text part names it, or any token if they name none."""
-    named = [part.get("bos_token_id") for part in (config, text_config(config))]
-    return next((token for token in named if isinstance(token, int)), _FIRST_TOKEN)
+def _first_token(config: Mapping[str, Any], folder: Path) -> int:
+    """Returns BOS, as the model's config, that of its text part or generation_config.json names it, or any token."""
+    parts = (config, text_config(config), read_json(folder / "generation_config.json"))
+    return next((token for part in parts if isinstance(token := part.get("bos_token_id"), int)), _FIRST_TOKEN)
 
 
 def _open_checked(
@@ -91,8 +92,7 @@ def _open_checked(
 ) -> OrtForward:
     """Opens a model's forwards, and checks them unless that was done before. Raises ModelError as `check_logits`."""
     forward = OrtForward(decoder, cached, per_token)
-    min_rows = forward.cached.min_rows if forward.cached is not None else None
-    if min_rows is not None:
+    if forward.cached is not None and (min_rows := forward.cached.min_rows) is not None:
         forward.min_rows = min_rows
         return forward
     check_logits(forward, lambda tokens: model(mx.array(tokens[None]))[0], first_token=first_token)

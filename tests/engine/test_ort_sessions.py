@@ -119,15 +119,16 @@ def test_graph_in_groups_is_kept_where_rounding_per_token_is_too_imprecise(
 
 
 @pytest.mark.parametrize(
-    ("named", "first"),
+    ("named", "generation", "first"),
     [
-        ({"bos_token_id": 77}, 77),
-        ({"bos_token_id": None, "text_config": {"bos_token_id": 77}}, 77),
-        ({"bos_token_id": None}, 13),
+        ({"bos_token_id": 77}, {"bos_token_id": 5}, 77),
+        ({"bos_token_id": None, "text_config": {"bos_token_id": 77}}, {}, 77),
+        ({"bos_token_id": None, "text_config": {}}, {"bos_token_id": 77}, 77),
+        ({"bos_token_id": None}, {"bos_token_id": None}, 13),
     ],
 )
 def test_text_of_the_check_begins_as_the_models_texts_do(
-    model: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any], first: int
+    model: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any], generation: dict[str, Any], first: int
 ) -> None:
     """Without its first token a model may give all attention to few tokens, and rounding looks like an error."""
     texts: list[list[int]] = []
@@ -139,6 +140,7 @@ def test_text_of_the_check_begins_as_the_models_texts_do(
 
     config = model / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | named))
+    (model / "generation_config.json").write_text(json.dumps(generation))
     monkeypatch.setattr(check, "feed_in_pieces", note)
     cpu, text = load(model).cpu, texts[-1]
     assert cpu is not None
