@@ -100,7 +100,7 @@ def _prepare_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # returns the lowest free number, which is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # opens the lowest free number, which is this one
             setattr(sys, name, None)
         if getattr(sys, name) is None:  # also if another file has got its number
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

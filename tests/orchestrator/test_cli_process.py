@@ -75,6 +75,12 @@ def test_generate_works_with_closed_standard_streams(stand, codec):
     assert (done.returncode, done.stdout, done.stderr) == (0, b"x = 1\n", b"")
 
 
+def test_program_that_doctor_starts_has_the_standard_streams_too():
+    """MLX opens no file that gets the number of stdin."""
+    done = outrider("doctor", "--draft-model", str(TINY_TARGET), "--json", shell="2>&- <&-")
+    assert done.returncode == 0 and json.loads(done.stdout)["placements"]
+
+
 def test_ascii_terminal_replaces_unprintable_characters(stand, codec):
     stand.core.play = says(codec, "x = 'é'")
     ask = ("generate", "-p", "x", "--connect", stand.endpoint)
