@@ -47,8 +47,7 @@ class SocketLock:
         self._moved_path = f"{path}.inside"
         self._placeholder: socket.socket | None = None
         self._descriptor: int | None = self._acquire()
-        problem = _path_problem(path)
-        if problem:
+        if problem := _path_problem(path):
             self._unlock()
             raise EndpointError(problem)
 
@@ -158,7 +157,8 @@ def _remove(path: str) -> None:
 
 
 class PrivateDirectory(AbstractContextManager["PrivateDirectory"]):
-    """A directory of mode 0700 in the temporary folder, or in /tmp if that folder's path is long (macOS).
+    """A directory of mode 0700 in the temporary folder, or in /tmp if no endpoint can have that path: it is too long
+    (macOS), or not printable.
 
     `close` removes it with its contents. A context manager.
 
@@ -208,7 +208,7 @@ def _choose_root() -> Path:
     except OSError:  # no folder is writable for files; a directory can perhaps still be created
         return Path("/tmp")
     longest = root / (_PREFIX + "x" * 8) / ("x" * MAX_NAME_CHARACTERS)
-    return root if len(os.fsencode(longest)) <= MAX_PATH_BYTES else Path("/tmp")
+    return root if len(os.fsencode(longest)) <= MAX_PATH_BYTES and str(root).isprintable() else Path("/tmp")
 
 
 def _remove_abandoned(root: Path) -> None:

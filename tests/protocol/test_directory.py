@@ -60,6 +60,16 @@ def test_socket_directory_is_in_tmp_when_the_temporary_path_is_too_long(tmp_path
         assert parse_endpoint(private.endpoint("x" * socket_files.MAX_NAME_CHARACTERS))
 
 
+@pytest.mark.parametrize("name", ["line\nbreak", "no-break\xa0space"])
+def test_socket_directory_is_in_tmp_when_the_temporary_path_can_not_be_an_endpoint(temporary, monkeypatch, name):
+    odd = temporary / name
+    odd.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(odd))
+    with PrivateDirectory() as private:
+        assert private.path.parent == Path("/tmp")
+        assert parse_endpoint(private.endpoint("clients"))
+
+
 def test_directory_of_a_killed_process_is_removed_and_a_live_one_is_kept(temporary, run_and_be_killed):
     run_and_be_killed(KILLED, str(temporary))
     (left,) = temporary.iterdir()
