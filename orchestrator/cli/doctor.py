@@ -97,7 +97,7 @@ def _describe_blas() -> str:
 def _describe_learned() -> str:
     """Describes how many pairs `tune` and running servers have measured, and where the results are."""
     folder = cache_folder()
-    counts = [len([*folder.glob(f"{kind}-*.json")]) for kind in ("tuning", "memory")]
+    counts = [len([*folder.glob(f"{kind}-*.json")]) if os.path.isdir(folder) else 0 for kind in ("tuning", "memory")]
     return "{} pairs measured by tune, {} by running servers, in {}".format(*counts, folder)
 
 
