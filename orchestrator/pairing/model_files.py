@@ -21,7 +21,7 @@ from pathlib import Path
 from outrider.orchestrator.pairing.pulled import MODELS_FOLDER, PULLED_MODELS, content_hash, make_once, pull
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.digest import read_json, read_weight_map
-from outrider.protocol.errors import ModelError
+from outrider.protocol.errors import ModelError, first_line
 from outrider.protocol.heads import (
     DRAFT_MODEL,
     JOINT_SEPARATOR,
@@ -129,8 +129,8 @@ def is_on_disk(name: str) -> bool:
 
 def is_gguf(path: Path) -> bool:
     """Returns whether this file has GGUF's suffix or its magic number: Ollama's files have no suffix."""
-    if path.suffix.lower() == ".gguf":
-        return path.is_file()
+    if not (is_file := path.is_file()) or path.suffix.lower() == ".gguf":
+        return is_file
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
@@ -246,7 +246,7 @@ def _hub_error_reason(error: Exception) -> str:
         return "offline mode is on (HF_HUB_OFFLINE, --offline) and the cache has no complete copy"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return "Hugging Face can't be reached and the cache has no complete copy"
-    return f"Hugging Face can't be reached ({type(error).__name__})"
+    return f"Hugging Face can't be reached ({type(error).__name__}: {first_line(error)})"
 
 
 def find_head_kind(head: str | Path, target: str | Path) -> str | None:

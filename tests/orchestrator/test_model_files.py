@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from outrider.orchestrator.pairing.model_files import (
     ModelFiles,
     find_model,
     find_own_head,
+    is_gguf,
     tiny_heads,
     tiny_pair,
 )
@@ -122,8 +124,9 @@ class LinkError(Exception):
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (LinkError("cut"), r"there is no such folder, and Hugging Face can't be reached \(LinkError\)"),
-        (ConnectionResetError(104, "reset"), r"Hugging Face can't be reached \(ConnectionResetError\)"),
+        (LinkError("cut"), r"there is no such folder, and Hugging Face can't be reached \(LinkError: cut\)"),
+        (ConnectionResetError(104, "reset"), r"Hugging Face can't be reached \(ConnectionResetError: .*reset\)"),
+        (ImportError("Using SOCKS proxy, but"), r"be reached \(ImportError: Using SOCKS proxy, but\)"),
         (OSError(28, "No space left on device"), r"the download can't be stored \(No space left on device\).*HF_HOME"),
         (PermissionError(13, "Permission denied"), r"the download can't be stored \(Permission denied\)"),
         (HFValidationError("Cannot have .. in repo_id"), "is not the id of a Hugging Face repository"),
@@ -174,6 +177,16 @@ def test_index_of_another_form_is_named(tmp_path, monkeypatch, index):
     for find in (find_model, find_own_head):
         with pytest.raises(ModelError, match=rf"^{file} (holds list; expected|has a weight_map)"):
             find("org/odd")
+
+
+def test_pipe_in_place_of_a_model_is_not_waited_for(tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    descriptor = os.open(pipe, os.O_RDWR)
+    os.write(descriptor, b"GGUF")  # else the test would wait, too
+    assert not is_gguf(pipe)
+    os.close(descriptor)
+    with pytest.raises(ModelError, match="pipe is a file that is not in GGUF format; expected"):
+        find_model(str(pipe))
 
 
 def test_unreadable_gguf_file_is_reported(tmp_path, monkeypatch):
