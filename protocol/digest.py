@@ -115,11 +115,10 @@ def _update_digest(weights: hashlib._Hash, file: BinaryIO) -> None:
 
 def cache_folder() -> Path:
     """Returns `$OUTRIDER_CACHE`, or `outrider` in the user's cache folder; it need not exist."""
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
+    if named := os.environ.get(CACHE_VARIABLE):
         try:
             return Path(named).expanduser().absolute()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise ModelError(f"{CACHE_VARIABLE} is {named}, which is not a folder: {error}") from None
     return user_folder("XDG_CACHE_HOME", ".cache")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.protocol import digest
-from outrider.protocol.digest import digests_match, make_cached, model_digest
+from outrider.protocol.digest import cache_folder, digests_match, make_cached, model_digest
 from outrider.protocol.errors import ModelError
 
 
@@ -26,6 +26,16 @@ def test_other_weights_have_another_digest(tiny_model: Callable[..., Path], tmp_
         model_digest(tmp_path)
     with pytest.raises(ModelError, match=r"has no readable config\.json"):
         model_digest(tmp_path / "nowhere")
+
+
+def test_cache_by_a_relative_path_in_a_deleted_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", "cache")
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(ModelError, match=r"OUTRIDER_CACHE is cache, which is not a folder: .*No such file"):
+        cache_folder()
 
 
 def test_digest_without_weights_matches_by_configuration() -> None:
