@@ -19,6 +19,10 @@ class OutriderError(Exception):
 
     exit_code = 1
 
+    def __str__(self) -> str:
+        """Returns the message; what is not Unicode, as in some paths, is escaped, since messages are sent as UTF-8."""
+        return super().__str__().encode(errors="backslashreplace").decode()
+
 
 class InvalidRequest(OutriderError):
     """A request or a setting asks for something out of range."""

@@ -400,8 +400,7 @@ class Chat:
 
     def _drop_oldest(self) -> bool:
         """Removes the oldest message and its answer; returns False if only the newest message is left."""
-        removed = self._conversation.drop_oldest()
-        if removed is not None:
+        if (removed := self._conversation.drop_oldest()) is not None:
             say(f"Note: the context is full; your oldest message and its answer were removed: {_shorten(removed)}")
         return removed is not None
 

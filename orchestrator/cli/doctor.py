@@ -64,8 +64,7 @@ def _find_default_draft() -> Path:
     model = os.environ.get(MODEL_VARIABLE) or DEFAULT_MODEL
     if is_on_disk(TINY) and not is_on_disk(model):
         return Path(tiny_pair()[1])
-    draft = choose_pair(ServeSettings()).draft
-    if draft is None:
+    if (draft := choose_pair(ServeSettings()).draft) is None:
         raise InvalidRequest(f"no draft model comes with {model}; expected --draft-model")
     return draft.folder
 

@@ -17,8 +17,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    model = PULLED_MODELS.get(options.name)
-    if model is None:
+    if (model := PULLED_MODELS.get(options.name)) is None:
         raise InvalidRequest(f"there is no model {options.name!r} to pull; expected one of {', '.join(PULLED_MODELS)}")
     if not model.is_on_disk:
         say(f"{model.title}: {model.size / 1e6:.0f} MB, {model.licence}{f', {model.terms}' if model.terms else ''}")

@@ -100,8 +100,7 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
         Raises:
             OutriderError: something could not be finished, such as a trace on a full disk; the server has ended.
         """
-        unfinished = self._shut_down()
-        if unfinished is not None:
+        if (unfinished := self._shut_down()) is not None:
             raise make_error(unfinished.kind, unfinished.message)
 
     def _shut_down(self) -> ShutdownFailure | None:

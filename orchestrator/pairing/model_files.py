@@ -97,8 +97,10 @@ def _find_path(name: str) -> Path | None:
     """
     try:
         path = Path(name).expanduser()
-        return path if (path / "config.json").exists() or path.exists() else None
-    except (OSError, RuntimeError) as error:
+        if exists := (path / "config.json").exists() or path.exists():
+            str(path.resolve()).encode()  # the libraries that open its files need a path in UTF-8
+        return path if exists else None
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ModelError(f"{name[:200]} can't be opened ({why}); {_EXPECTED_NAME}") from None
 
@@ -109,8 +111,7 @@ def default_model(keep_precision: bool = False) -> tuple[str, str | None]:
     Raises:
         ModelError: the default can't be downloaded, and this installation has no tiny pair.
     """
-    named = os.environ.get(MODEL_VARIABLE)
-    if named:
+    if named := os.environ.get(MODEL_VARIABLE):
         return named, None
     try:
         return find_model(DEFAULT_MODEL, weights=False, keep_precision=keep_precision).name, None
@@ -129,7 +130,7 @@ def is_on_disk(name: str) -> bool:
 
 def is_gguf(path: Path) -> bool:
     """Returns whether this file has GGUF's suffix or its magic number: Ollama's files have no suffix."""
-    if not (is_file := path.is_file()) or path.suffix.lower() == ".gguf":
+    if not (is_file := os.path.isfile(path)) or path.suffix.lower() == ".gguf":
         return is_file
     try:
         with path.open("rb") as file:

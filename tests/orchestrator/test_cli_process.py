@@ -20,7 +20,7 @@ from outrider.orchestrator import serve
 from outrider.orchestrator.cli.doctor import REPORT_MODULE
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
-from outrider.protocol.errors import EndpointError
+from outrider.protocol.errors import EndpointError, ModelError
 from tests.orchestrator.stand import says
 
 LIMIT = 200.0
@@ -79,6 +79,12 @@ def test_program_that_doctor_starts_has_the_standard_streams_too():
     """MLX opens no file that gets the number of stdin."""
     done = outrider("doctor", "--draft-model", str(TINY_TARGET), "--json", shell="2>&- <&-")
     assert done.returncode == 0 and json.loads(done.stdout)["placements"]
+
+
+def test_server_reports_a_path_that_is_not_utf8():
+    done = outrider("generate", "x", "--model", os.fsdecode(b"/no/such/mod\xe8le"))
+    assert done.returncode == ModelError.exit_code and done.stderr.count(b"\n") == 1
+    assert b"no such path: /no/such/mod\\udce8le; expected a name" in done.stderr
 
 
 def test_ascii_terminal_replaces_unprintable_characters(stand, codec):

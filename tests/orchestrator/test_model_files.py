@@ -100,6 +100,17 @@ def test_path_that_cannot_be_looked_up_raises_model_error(name, monkeypatch):
         find_model(name)
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no such names")
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_path_that_is_not_utf8_raises_model_error(model_folder, through_a_link):
+    """The libraries that read weights and tokenizers open no such path, and say nothing of why."""
+    odd = model_folder.rename(model_folder.with_name(os.fsdecode(b"mod\xe8le")))
+    model_folder.symlink_to(odd)
+    with pytest.raises(ModelError, match=r"can't be opened \(.*surrogates not allowed\); expected") as caught:
+        find_model(str(model_folder if through_a_link else odd))
+    assert str(caught.value).encode()
+
+
 def test_folder_that_may_not_be_entered_raises_model_error(model_folder, monkeypatch):
     def forbidden(self):
         if self.parent == model_folder:
