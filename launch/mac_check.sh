@@ -7,6 +7,7 @@
 #   --report FILE (mac-report.md)   --predictions N (1000)   --quick (20 predictions, few tokens)
 #
 # A failed step is recorded and the next one runs, because a crash of Core ML is a result, too.
+[ "${BASH##*/}" = bash ] || exec bash "$0" "$@" # called with sh
 set -uo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs Outrider on this machine: with --prompt it completes the prompt, else it serves until Ctrl-C.
 # Takes the flags of `outrider generate` and `outrider serve` (--help shows both); creates .venv on the first start.
+[ "${BASH##*/}" = bash ] || exec bash "$0" "$@" # called with sh
 set -euo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 

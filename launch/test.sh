@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs all tests, or the given ones: launch/test.sh tests/protocol -k codec
+[ "${BASH##*/}" = bash ] || exec bash "$0" "$@" # called with sh
 set -euo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 

@@ -131,6 +131,19 @@ def test_fleet_test_script_installs_ray_and_runs_only_fleet_tests(copy):
     assert done.stdout.startswith("-m|pytest|-m|fleet|") and done.stdout.endswith(f"|tests/fleet|cwd={copy}\n")
 
 
+@pytest.mark.skipif(shutil.which("dash") is None, reason="needs a shell that is not bash")
+@pytest.mark.parametrize(
+    ("script", "called"), [("run_local.sh", "-P|-m|outrider|generate|-p|a  b|"), ("test.sh", "-m|pytest|-p|a  b|")]
+)
+def test_script_can_be_called_with_another_shell(copy, script, called):
+    with_venv(copy)
+    done = subprocess.run(
+        ["dash", script, "-p", "a  b"],
+        capture_output=True, text=True, timeout=200, cwd=copy / "launch", env={"PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.stdout.startswith(called), done.stderr
+
+
 @pytest.mark.parametrize("link", ["elsewhere/outrider", "a tree/relative"])
 def test_script_can_be_called_through_a_symlink(copy, tmp_path, link):
     with_venv(copy)
