@@ -36,7 +36,7 @@ API_KEY_VARIABLE = "OUTRIDER_API_KEY"
 def read_text_file(path: Path, expected: str) -> str:
     """Returns the file's text. Raises InvalidRequest if it can't be read; the message says "expected `expected`"."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InvalidRequest(f"{path} can't be read ({why}); expected {expected}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 import zmq
 
 from outrider.orchestrator.cli import COMMANDS, Parser, generate, import_command, main
+from outrider.orchestrator.cli.flags import read_api_keys
 from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded
@@ -271,6 +273,14 @@ def test_mistake_prints_one_sentence_and_exits_with_its_code(run, arguments, cod
     got, out, err = run(*arguments)
     assert (got, out) == (code, "") and words in err
     assert err.startswith("outrider") and len(err.strip().splitlines()) == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
+def test_api_keys_are_read_with_or_without_a_byte_order_mark(tmp_path, monkeypatch, mark):
+    """Editors on Windows write one; it would become part of the first key, which then admits nobody."""
+    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+    (tmp_path / "keys").write_bytes(mark + b"one\r\ntwo\r\n")
+    assert read_api_keys(tmp_path / "keys") == ["one", "two"]
 
 
 def test_generate_writes_only_text_to_stdout(run, stand, codec):
