@@ -64,8 +64,7 @@ class Constraint:
     def check(self, text: Sequence[int]) -> None:
         """Raises InvalidRequest if a recent call of `allowed` found that this text breaks the grammar, or that the
         grammar became too complex there."""
-        why = self._faults.get(tuple(text[self._start :]))
-        if why is not None:
+        if (why := self._faults.get(tuple(text[self._start :]))) is not None:
             raise InvalidRequest(f"the grammar can't be followed after {len(text) - self._start} tokens: {why}")
 
     def _follow_grammar(self, compiled: LLMatcher, wanted: list[int], row: TokenBitmask) -> None:

@@ -228,8 +228,7 @@ class NgramIndex:
         """
         tail = [*self._tokens[-MAX_NGRAM_SIZE:], *then][-MAX_NGRAM_SIZE:]
         for n in range(len(tail), MIN_NGRAM_SIZE - 1, -1):
-            at = self._followed_at.get(tuple(tail[-n:]))
-            if at is not None:
+            if (at := self._followed_at.get(tuple(tail[-n:]))) is not None:
                 following = [*self._tokens[at : at + length], *then]
                 return Copy(tuple(islice(cycle(following), max(length, 0))), n)
         return Copy() if self.table is None or not tail else self.table.copy(tail, length)

@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cache
@@ -34,7 +35,7 @@ current_request: ContextVar[str | None] = ContextVar("current_request", default=
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.005
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CONTROL_GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _FINALIZER = "__del__"
 Handler = Callable[[int, FrameType | None], object]
 
@@ -54,13 +55,19 @@ def cpu_flags() -> list[str]:
     return (cpu_fields().get("flags") or cpu_fields().get("Features", "")).split()
 
 
-def physical_memory(bound: Path = CONTAINER_LIMIT) -> int:
-    """Returns the memory of this machine or container in bytes. `bound`: the file that holds a container's limit."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(whole, int(bound.read_text()))
-    except (OSError, ValueError):  # no such file, or the word "max"
-        return whole
+def physical_memory(groups: Path = CONTROL_GROUPS, own: Path = OWN_GROUPS) -> int:
+    """Returns the memory of this machine in bytes, or what a container, a service or a job allows this process.
+
+    `groups`: the folder of Linux's control groups of both versions; `own`: the file with the names of this process's.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, name = line.split(":", 2)
+        file = groups / controllers / name.strip("/") / ("memory.limit_in_bytes" if controllers else "memory.max")
+        for folder in file.parents:
+            with suppress(OSError, ValueError):  # no such file, or the word "max"
+                limits.append(int((folder / file.name).read_text()))
+    return min(limits)
 
 
 def configure_logging(level: str, form: str, process: str, shared_fd: int | None = None) -> None:

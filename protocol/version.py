@@ -37,8 +37,7 @@ def require_extra(extra: str, what: str, otherwise: str = "") -> None:
     Raises:
         InvalidRequest: `what` needs the extra; the message says how to install it, or to use `otherwise`.
     """
-    lacking = missing_modules(extra)
-    if lacking:
+    if lacking := missing_modules(extra):
         verb = "is" if len(lacking) == 1 else "are"
         instead = f", or {otherwise}" if otherwise else ""
         raise InvalidRequest(

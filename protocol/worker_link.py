@@ -356,8 +356,7 @@ class WorkerLoop(ABC, Generic[Request]):
 
     def _close(self, request: str, discard: bool = False) -> None:
         """Closes a request, if it is open."""
-        running = self._running.pop(request, None)
-        if running is not None:
+        if (running := self._running.pop(request, None)) is not None:
             self._release(running, discard)
             self._report()
 

@@ -92,8 +92,7 @@ def open_runtime(package: Package, units: str, functions: Sequence[str] | None =
         DeviceUnavailable: packages can't run on this system.
         ModelError: Core ML refuses the package, or its directory can't be written to.
     """
-    stand_in = os.environ.get(STAND_IN_VARIABLE)
-    if stand_in is not None:
+    if (stand_in := os.environ.get(STAND_IN_VARIABLE)) is not None:
         runtime: Runtime = importlib.import_module(stand_in).open_runtime(package)
         return runtime
     return CoreMLRuntime(package, units, functions)

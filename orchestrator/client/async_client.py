@@ -231,8 +231,7 @@ class AsyncClient(EndpointClient, AsyncBaseClient):
 
     async def run_once(self, dialogue: Dialogue, on_chunk: ChunkHandler) -> None:
         def handle(message: Message) -> bool:
-            chunk = dialogue.handle_message(message)
-            if chunk is not None:
+            if (chunk := dialogue.handle_message(message)) is not None:
                 on_chunk(chunk)
             return dialogue.over
 

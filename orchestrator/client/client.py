@@ -250,8 +250,7 @@ class Stream(BaseStream[BaseClient, Generator[Chunk, None, None]]):
         A loop in another thread ends at the next chunk, or within a second without one.
         """
         self._dialogue.is_closed = True
-        reading = self._reading()
-        if reading is not None:
+        if (reading := self._reading()) is not None:
             with suppress(ValueError):  # another thread is in the generator, and checks `is_closed`
                 reading.close()
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError, InvalidRequest
-from outrider.protocol.process import CONTAINER_LIMIT, cpu_flags, physical_memory
+from outrider.protocol.process import CONTROL_GROUPS, cpu_flags, physical_memory
 from outrider.protocol.version import install_command
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE, DRAFTER_CORE_VARIABLE
 
@@ -191,18 +191,18 @@ def describe_exit(code: int, log_tail: str) -> str:
     return f"ended with code {code}" + (f", {cause}" if cause else "") + (f": {last}" if last else "")
 
 
-def likely_cause(code: int, log_tail: str = "", bound: Path = CONTAINER_LIMIT) -> str:
+def likely_cause(code: int, log_tail: str = "", groups: Path = CONTROL_GROUPS) -> str:
     """Returns why a process with this exit code most likely ended, for want of memory or threads; "" if unknown.
 
     Beyond a limit of the address space, allocations and starts of threads fail, and libraries crash or print an error,
-    which is in `log_tail`; beyond a container's limit the kernel kills the process.
+    which is in `log_tail`; beyond a limit of their control groups the kernel kills the process.
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     crashed = -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGKILL)
     if limit != resource.RLIM_INFINITY and (crashed or any(words in log_tail.lower() for words in _MEMORY_ERRORS)):
         return f"most likely out of memory (ulimit -v allows a process {limit / 2**30:.1f} GiB)"
-    whole, allowed = physical_memory(Path(os.devnull)), physical_memory(bound)
+    whole, allowed = physical_memory(own=Path(os.devnull)), physical_memory(groups)
     if allowed < whole and code == -signal.SIGKILL:
-        return f"most likely out of memory (this container is allowed {allowed / 2**30:.1f} GiB)"
+        return f"most likely out of memory (this container or service is allowed {allowed / 2**30:.1f} GiB)"
     refused = any(words in log_tail.lower() for words in _PROCESS_ERRORS)
     return "most likely out of processes or threads; raise their limit (ulimit -u)" if refused else ""

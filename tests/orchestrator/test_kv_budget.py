@@ -44,12 +44,29 @@ def test_default_limit_is_half_of_the_memory_left_by_weights():
     assert KVBudget(100, KvCost()).max_tokens > 10**9, "what takes nothing has no bound"
 
 
-def test_physical_memory_respects_the_container_limit(tmp_path: Path):
-    bound = tmp_path / "memory.max"
-    bound.write_text("12345\n")
-    assert physical_memory(bound) == 12345
-    bound.write_text("max\n")
-    assert physical_memory(bound) == physical_memory(tmp_path / "none") > 2**20
+@pytest.mark.parametrize(
+    ("own", "file"),
+    [
+        ("0::/", "memory.max"),  # a container
+        ("0::/docker/abc", "memory.max"),  # one that sees its group's name, but not those above it
+        ("0::/system.slice/x.service", "system.slice/x.service/memory.max"),
+        ("0::/job/step/user:a", "job/memory.max"),
+        ("5:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/", "memory/memory.limit_in_bytes"),  # version 1
+        ("4:memory:/job/step\n0::/", "memory/job/memory.limit_in_bytes"),
+    ],
+)
+def test_physical_memory_respects_the_limits_of_control_groups(tmp_path: Path, own: str, file: str):
+    groups = tmp_path / "groups"
+    (tmp_path / "own").write_text(f"{own}\n")
+    without = physical_memory(groups, tmp_path / "none")
+    limit = groups / file
+    limit.parent.mkdir(parents=True)
+    limit.write_text("12345\n")
+    assert physical_memory(groups, tmp_path / "own") == 12345
+    assert physical_memory(groups, tmp_path / "none") == without > 2**20
+    for unlimited in ("max\n", f"{2**63 - 4096}\n"):
+        limit.write_text(unlimited)
+        assert physical_memory(groups, tmp_path / "own") == without
 
 
 def test_limit_below_one_context_is_refused_with_the_numbers():

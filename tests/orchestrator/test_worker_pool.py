@@ -609,7 +609,7 @@ def test_dead_worker_is_restarted_in_its_place(harness: PoolHarness, name: str) 
     [
         (-11, 512 << 20, "max", ", most likely out of memory (ulimit -v allows a process 0.5 GiB)"),
         (-6, 512 << 20, "max", ", most likely out of memory (ulimit -v allows a process 0.5 GiB)"),
-        (-9, -1, str(3 << 29), ", most likely out of memory (this container is allowed 1.5 GiB)"),
+        (-9, -1, str(3 << 29), ", most likely out of memory (this container or service is allowed 1.5 GiB)"),
         (-11, -1, str(3 << 29), ""),
         (-9, -1, "max", ""),
         (1, 512 << 20, str(3 << 29), ""),
@@ -625,7 +625,7 @@ def test_crash_under_a_memory_limit_names_the_limit(
     cause: str,
 ) -> None:
     (tmp_path / "memory.max").write_text(container)
-    monkeypatch.setattr(system, "likely_cause", partial(LIKELY_CAUSE, bound=tmp_path / "memory.max"))
+    monkeypatch.setattr(system, "likely_cause", partial(LIKELY_CAUSE, groups=tmp_path))
     monkeypatch.setattr("resource.getrlimit", lambda _: (address_space, address_space))
     harness.worker("target-0")
     harness.spawned["target-0"][1].code = code
