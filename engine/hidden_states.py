@@ -85,8 +85,7 @@ def find_lm_head(model: nn.Module) -> nn.Module | None:
 
 def find_output_layer(model: nn.Module, backbone: nn.Module) -> Callable[[mx.array], mx.array]:
     """Returns a function that computes logits of rows after the final norm, for models that do nothing else there."""
-    own = find_lm_head(model)
-    if own is not None:
+    if (own := find_lm_head(model)) is not None:
         return lambda rows: own(rows)  # a function, since a module would become part of the module that holds it
     return lambda rows: find_embedding(backbone).as_linear(rows)
 

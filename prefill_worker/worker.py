@@ -113,8 +113,7 @@ class MlxReader:
         tokens: list[int] = task.tokens.tolist()
         sequence, sent, total = self._kv_cache.open(), task.start, len(tokens) - 1
         try:
-            known = self.prompt_cache.find(tokens)
-            if known is not None:
+            if (known := self.prompt_cache.find(tokens)) is not None:
                 self._kv_cache.adopt(sequence, known)
             while True:
                 yield self._pieces(task, sequence, sent)

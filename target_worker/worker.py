@@ -81,8 +81,7 @@ class PrefixReuse:
         """Copies the longest cached prefix. Raises OutriderError if that fails."""
         running.awaits = None
         with wrap_model_errors("copying from the prompt cache"):
-            start = self.cache.find(running.slot.tokens)
-            if start is not None:
+            if (start := self.cache.find(running.slot.tokens)) is not None:
                 running.slot.begin(start)
                 running.cached = running.slot.fed
 

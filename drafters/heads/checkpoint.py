@@ -180,8 +180,7 @@ def load_head_weights(head: nn.Module, weights: Weights, name: str, exact: Conta
     wanted = dict(tree_flatten(head.parameters()))
     if unknown := [key for key in sorted(set(weights) - set(wanted)) if not re.fullmatch(_UNUSED, key)]:
         raise CannotDraft(f"{name} has {', '.join(unknown[:3])}, which is not supported")
-    missing = sorted(set(wanted) - set(weights))
-    if missing:
+    if missing := sorted(set(wanted) - set(weights)):
         raise CannotDraft(f"{name} lacks {', '.join(missing[:3])}; download the head again")
     for key, shape in ((key, wanted[key].shape) for key in wanted):
         if weights[key].shape != shape:

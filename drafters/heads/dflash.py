@@ -219,8 +219,7 @@ def _parse_config(config: Mapping[str, Any], weights: Weights, target: Mapping[s
 
 def _parse_from_anchor(config: Mapping[str, Any]) -> bool:
     """Whether blocks draft from their first row on; by default DSpark's do, and DFlash's from the second."""
-    setting = config.get("sample_from_anchor", config.get("shift_label"))
-    if setting is not None:
+    if (setting := config.get("sample_from_anchor", config.get("shift_label"))) is not None:
         return bool(setting)
     names = [config.get("projector_type"), config.get("speculators_model_type"), *(config.get("architectures") or ())]
     return any("dspark" in str(name).lower() for name in names)

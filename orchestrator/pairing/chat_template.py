@@ -45,8 +45,7 @@ def chat_template(folder: Path, name: str = _DEFAULT_NAME) -> str | None:
             raise ModelError(f"{file} can't be read as text ({error}); download the model again") from None
     for config in ("chat_template.json", "tokenizer_config.json"):
         fields = read_json(folder / config)
-        template = _named_template(fields.get("chat_template"), name)
-        if template is not None:
+        if (template := _named_template(fields.get("chat_template"), name)) is not None:
             return template
         if name == _DEFAULT_NAME and (code := fields.get("chat_template_type")):
             raise ModelError(f"{folder} has no chat template, only code of mlx-lm ({code}); add {JINJA_FILE} there")
@@ -71,8 +70,7 @@ def render_template(
         ModelError: the template refuses the messages, or is broken.
     """
     given = {**special, **(keywords or {})}
-    taken = RESERVED_VARIABLES.intersection(given)
-    if taken:
+    if taken := RESERVED_VARIABLES.intersection(given):
         raise InvalidRequest(f"the chat template keyword {min(taken)} is reserved; rename it")
     try:
         return _compile_template(template).render(

@@ -52,6 +52,7 @@ _EXPECTED_NAME = (
     "expected a name of `outrider pairs`, a model's folder, a GGUF file or a Hugging Face id such as org/name"
 )
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+_LFS_POINTER = b"version https://git-lfs"  # the beginning of what Git stores in place of a large file
 _CONVERSION_VERSION = 7
 """The version of the conversion; increased when the same GGUF file is converted differently."""
 
@@ -130,13 +131,16 @@ def is_on_disk(name: str) -> bool:
 
 def is_gguf(path: Path) -> bool:
     """Returns whether this file has GGUF's suffix or its magic number: Ollama's files have no suffix."""
-    if not (is_file := os.path.isfile(path)) or path.suffix.lower() == ".gguf":
-        return is_file
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
-    except OSError:
-        return False
+    return (path.suffix.lower() == ".gguf" and path.is_file()) or _begins_with(path, b"GGUF")
+
+
+def _begins_with(path: Path, begin: bytes) -> bool:
+    """Returns whether these are a file's first bytes; False if it can't be read, or is a pipe, which would wait."""
+    with suppress(OSError):
+        if os.path.isfile(path):
+            with path.open("rb") as file:
+                return file.read(len(begin)) == begin
+    return False
 
 
 def find_own_head(name: str) -> ModelFiles:
@@ -192,6 +196,9 @@ def _describe_model(name: str, folder: Path, weights: bool) -> ModelFiles:
         is_adapter = (folder / "adapter_config.json").is_file()
         hint = "merge an adapter into its model first" if is_adapter else "a GGUF file is given by its path"
         raise ModelError(f"{name} is not a model folder: config.json is missing ({hint})")
+    used = (folder / "tokenizer.json", *(folder.glob("model*.safetensors") if weights else ()))
+    if pointer := next((file.name for file in used if _begins_with(file, _LFS_POINTER)), ""):
+        raise ModelError(f"{name} has a pointer of Git LFS in place of {pointer}; run `git lfs pull` in that folder")
     if weights and not any(folder.glob("[!.]*.safetensors")):
         raise ModelError(f"{name} has no *.safetensors files; other weights (pytorch_model.bin) have to be converted")
     config = read_json(folder / "config.json")

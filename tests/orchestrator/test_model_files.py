@@ -225,6 +225,21 @@ def test_invalid_model_folders_raise_model_error(tmp_path, model_folder):
             find_model(str(model_folder))
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_clone_without_git_lfs_names_the_file_and_the_remedy(model_folder, file):
+    (model_folder / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
+    with pytest.raises(ModelError, match=rf"has a pointer of Git LFS in place of {file}; run `git lfs pull`"):
+        find_model(str(model_folder))
+
+
+def test_clone_with_pointers_for_unused_files_is_found(model_folder):
+    for name in ("pytorch_model.bin", "consolidated.safetensors"):
+        (model_folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
+    assert find_model(str(model_folder)).folder == model_folder.resolve()
+    (model_folder / "pytorch_model.bin").rename(model_folder / "model.safetensors")
+    assert find_model(str(model_folder), weights=False).folder == model_folder.resolve()
+
+
 def test_weights_are_required_only_when_needed(model_folder):
     (model_folder / "model.safetensors").rename(model_folder / "._model.safetensors")  # as macOS leaves beside a copy
     assert find_model(str(model_folder), weights=False).folder == model_folder.resolve()
