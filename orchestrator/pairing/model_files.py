@@ -99,7 +99,7 @@ def _find_path(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         if exists := (path / "config.json").exists() or path.exists():
-            str(path.resolve()).encode()  # the libraries that open its files need a path in UTF-8
+            f"{name} {path.resolve()}".encode()  # messages have the name, and libraries open only paths in UTF-8
         return path if exists else None
     except (OSError, RuntimeError, UnicodeEncodeError) as error:
         why = getattr(error, "strerror", None) or error
