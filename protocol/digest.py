@@ -148,7 +148,8 @@ def has_content(path: Path) -> bool:
 
 
 def make_cached(folder: Path, make: Callable[[Path], object], holds: str) -> None:
-    """Lets `make` fill the folder if the file `holds` is missing in it. Raises OSError, or what `make` raises."""
+    """Lets `make` fill the folder if the file `holds` is missing in it, whole or not at all. Raises OSError, or what
+    `make` raises."""
     if use_cached(folder, holds):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -156,12 +157,20 @@ def make_cached(folder: Path, make: Callable[[Path], object], holds: str) -> Non
         if not use_cached(folder, holds):
             unfinished.mkdir()
             make(unfinished)
+            _sync_files(unfinished)
             for old in folder.parent.glob(f"{folder.stem}*"):
                 if old.stem == folder.stem:  # another version, or this one damaged
                     shutil.rmtree(old, ignore_errors=True)
             unfinished.rename(folder)
             use_cached(folder, holds)
     _remove_unused(folder.parent, holds)
+
+
+def _sync_files(folder: Path) -> None:
+    """Writes a folder's files to disk, so that a loss of power leaves them whole once the folder has its name."""
+    for path in filter(Path.is_file, folder.rglob("*")):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 @contextmanager

@@ -158,7 +158,6 @@ class CachedGraph:
         """
         with suppress(OSError), open(self.weights, "rb", buffering=0) as file:
             if written and sys.platform == "linux":
-                os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             piece = bytearray(_READ_BYTES)
             while file.readinto(piece):

@@ -102,3 +102,22 @@ def test_damaged_cached_folder_is_made_again(tmp_path: Path) -> None:
     (tmp_path / "damaged.1" / "whole").touch()  # empty, as after a power failure
     make_cached(tmp_path / "damaged.1", make_whole, "whole")
     assert (tmp_path / "damaged.1" / "whole").read_text() == "x"
+
+
+def test_cached_files_are_on_disk_before_the_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, synced = tmp_path / "new.1", set[int]()
+
+    def make(unfinished: Path) -> None:
+        make_whole(unfinished)
+        (unfinished / "part").mkdir()
+        make_whole(unfinished / "part")
+
+    def sync(number: int) -> None:
+        assert not folder.exists()
+        synced.add(os.fstat(number).st_ino)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    make_cached(folder, make, "whole")
+    assert synced == {path.stat().st_ino for path in (folder / "whole", folder / "part" / "whole")}
