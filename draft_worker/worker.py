@@ -28,7 +28,6 @@ from outrider.drafters.work_ahead import (
 )
 from outrider.engine.memory import PeakMemory
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.messages import (
@@ -51,7 +50,6 @@ log = logging.getLogger(__name__)
 
 LATENCY_DECAY = 0.95
 _MAX_FORWARDS_BETWEEN_PIECES = 8  # forwards for other requests between two pieces of a text
-
 
 Operation = Literal["read", "grow", "chain"]
 """Work between two checks for messages: a piece of a text, a forward of its trees, or a chain on request."""
@@ -108,10 +106,8 @@ class DraftRequest:
         newest, base_len = self.newest, self.work.committed_len
         begin = newest.request, newest.epoch, newest.round, base_len
         if isinstance(result, Continuation):
-            line, odds = result.line, result.odds[: len(result.line)]
-            return Drafted(
-                *begin, line, work, q=result.q, peak_bytes=peak_bytes, alternatives=result.alternatives, odds=odds
-            )
+            line = result.line
+            return Drafted(*begin, line, work, result.q, peak_bytes, result.alternatives, result.odds[: len(line)])
         return Branches(
             *begin, result.depth, result.entries, work, final=result.final, q=result.q, peak_bytes=peak_bytes
         )
@@ -196,16 +192,10 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             self._fan_out,
             self._calibration,
             cached=message.fan_out,
-            constraint=self._constraint(message),
+            constraint=self._compiler.constraint_of(message) if self._compiler is not None else None,
         )
         nothing = Commit(message.request, message.epoch, message.round, work.committed_len, (), None, 0, 0)
         self._running[message.request] = DraftRequest(work, nothing, clock.now())
-
-    def _constraint(self, message: Open) -> Constraint | None:
-        if self._compiler is None:
-            return None
-        grammar, least = message.sampling.grammar, message.sampling.min_tokens
-        return self._compiler.constraint(grammar, message.eos, message.prompt_len, least)
 
     def _commit(self, message: Commit) -> None:
         running = self._running.get(message.request)

@@ -23,6 +23,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from outrider.grammar.constraint import Constraint, error_text
 from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.messages import Open
 from outrider.protocol.sampling import Grammar
 
 if TYPE_CHECKING:
@@ -77,6 +78,11 @@ class GrammarCompiler:
         if len(self._compiled) > MAX_CACHED_GRAMMARS:
             del self._compiled[next(iter(self._compiled))]
         return Constraint(key[1], start, min_tokens, matcher, tokenizer.vocab_size)
+
+    def constraint_of(self, opened: Open) -> Constraint | None:
+        """Returns the constraint of the text that OPEN begins or continues, or None. Raises as `constraint`."""
+        sampling = opened.sampling
+        return self.constraint(sampling.grammar, opened.eos, opened.prompt_len, sampling.min_tokens)
 
     def _load_tokenizer(self, ends: tuple[int, ...]) -> LLTokenizer:
         if ends not in self._tokenizers:

@@ -23,7 +23,6 @@ from outrider.engine.load_checks import measure_sequence_cost, open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, PromptCache, common_prefix_length
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.messages import (
@@ -250,14 +249,14 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         sampling = message.sampling
         if message.generated:
             sampling = replace(sampling, prompt_logprobs=None)  # they were sent with the first token
-        slot = CacheSlot(self._model, self._kv_cache, tokens, sampling, self._constraint(message))
+        slot = CacheSlot(self._model, self._kv_cache, tokens, sampling, self._compiler.constraint_of(message))
         listener = None
         if self._remote_head is not None and message.features:
             listener = FeatureListener(message.request, message.epoch, self._remote_head.reach)
         sessions = self._drafters.make_session_openers(
             slot,
             message.sampling,
-            lambda: self._constraint(message),
+            lambda: self._compiler.constraint_of(message),
             listener.on_features if listener is not None else None,
         )
         now_ns = clock.now()
@@ -270,10 +269,6 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         if running.awaits is None:
             self._report_cached(running)
         self._report()
-
-    def _constraint(self, message: Open) -> Constraint | None:
-        grammar, least = message.sampling.grammar, message.sampling.min_tokens
-        return self._compiler.constraint(grammar, message.eos, message.prompt_len, least)
 
     def _import_kv(self, running: TargetRequest, message: PromptKv) -> None:
         """Imports a prefill worker's keys and values. If they don't fit, the target reads the rest of the prompt."""
