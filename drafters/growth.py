@@ -92,8 +92,9 @@ class AlternativesAt:
         """
         others = [candidate for candidate in candidates if candidate.token != token and candidate.token not in eos]
         gaps, own_gap = tuple(candidate.gap for candidate in others), None
-        if token is not None and gaps:
-            own_gap = gaps[0] - next((candidate.gap for candidate in candidates if candidate.token == token), gaps[-1])
+        if token is not None:
+            best, worst = (gaps[0], gaps[-1]) if gaps else (math.inf, math.inf)
+            own_gap = best - next((candidate.gap for candidate in candidates if candidate.token == token), worst)
         return cls(tuple(candidate.token for candidate in others), ForkPoint(own_gap, gaps))
 
 
@@ -137,9 +138,12 @@ class ChainAlternatives:
         return Continuation(tuple(tokens), None, tuple(parents) if len(tokens) > count else (), tuple(odds))
 
     def update_calibration(self, calibration: Calibration, tokens: Sequence[int]) -> None:
-        """Updates the calibration by the tokens that became final."""
-        accepted = common_prefix_length(self.chain, tokens[:-1])
+        """Updates the calibration by the tokens that became final, which may be fewer than the chain's."""
+        accepted = common_prefix_length(self.chain, tokens)
         points = [place.point for place in self.places[: accepted + 1]]
+        if accepted == len(tokens):
+            calibration.learn(points[:accepted], accepted, accepted, None)
+            return
         bonus, others = tokens[accepted], self.places[accepted].others if accepted < len(self.places) else ()
         calibration.learn(points, len(self.chain), accepted, others.index(bonus) if bonus in others else None)
 

@@ -31,7 +31,6 @@ from outrider.drafters.growth import (
     Steps,
     find_committed_path,
     make_chain_feed,
-    next_tokens,
 )
 from outrider.engine.forward_cost import ForwardCost
 from outrider.grammar.constraint import Constraint
@@ -135,11 +134,11 @@ class WorkAhead:
         nodes = [self.tree.root]
         for remaining in range(depth - 1, 0, -1):
             nodes += yield self.tree, TreeFeed(nodes[-1:], [None], [remaining])
-        if self._task.min_prob >= 1.0 or self.tree.draws:
-            chain, odds = zip(*next_tokens(self.tree, nodes, self._calibration), strict=True)
-            return Continuation(chain, self.tree.drawn_from(nodes), odds=odds)
-        chain = tuple(self.tree.best(nodes))
-        self.proposed = ChainAlternatives.of(chain, self.tree.candidates(nodes, MAX_CHILDREN + len(self._eos)))
+        if self.tree.draws:
+            return Continuation(tuple(self.tree.best(nodes)), self.tree.drawn_from(nodes))
+        count = MAX_CHILDREN + len(self._eos) if self._task.min_prob < 1.0 else 2
+        candidates = self.tree.candidates(nodes, count)
+        self.proposed = ChainAlternatives.of([first.token for first, *_ in candidates], candidates)
         return self.proposed.tree(self._calibration, self._task.min_prob)
 
     def advance(self, rows: int | None = None) -> Steps[ReadyBranches | None]:

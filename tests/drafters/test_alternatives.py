@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -41,6 +42,12 @@ def test_number_of_alternatives_is_limited() -> None:
 def test_token_of_the_chain_is_never_its_own_alternative() -> None:
     place = AlternativesAt.of(6, CLOSE)
     assert 6 not in place.others and place.point.own_gap == pytest.approx(-0.1)
+
+
+def test_a_token_without_alternatives_is_sure() -> None:
+    """A grammar or a filter leaves nothing else."""
+    (odds,) = chain_of_fives([Candidate(5, 0.0)]).tree(Calibration(), 1.0).odds
+    assert odds == Calibration().acceptance(0, math.inf)
 
 
 def test_learned_rate_decides_the_odds(make_point: Callable[[float], AlternativesAt]) -> None:

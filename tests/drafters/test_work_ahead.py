@@ -77,6 +77,33 @@ def test_each_token_of_a_branch_comes_with_the_probability_that_it_is_accepted()
     assert (fresh.chain, fresh.odds) == (deepest.chain, deepest.odds)
 
 
+@pytest.mark.parametrize("min_prob", [1.0, 0.01])
+@pytest.mark.parametrize(("is_right", "least", "most"), [(False, 0.0, 0.3), (True, 0.9, 1.0)])
+def test_chains_on_request_show_how_likely_their_tokens_are(
+    is_right: bool, least: float, most: float, min_prob: float
+) -> None:
+    """In SD no branches grow that would show it."""
+    work, task = work_ahead(), BranchTask(None, 1, min_prob=min_prob)
+    for _ in range(40):
+        work.commit((), task)
+        (token,) = continued(work, 1).line
+        work.commit((token, 7) if is_right else (token % 199 + 1, 7), task)
+    odds = continued(work, 1).odds[0]
+    assert least <= odds <= most
+
+
+@pytest.mark.parametrize("min_prob", [1.0, 0.01])
+def test_a_token_that_was_left_out_of_the_verify_counts_by_the_targets_own(min_prob: float) -> None:
+    """The orchestrator verifies no unlikely tokens, so they would seem to be rejected always."""
+    calibration = Calibration()
+    tree = ReplayDrafter(SCRIPT).open(PROMPT, SamplingParams())
+    work = WorkAhead(tree, (), FAN_OUT_POLICIES["uniform"], calibration)
+    for _ in range(30):
+        work.commit((), BranchTask(None, 3, min_prob=min_prob))
+        work.commit(continued(work, 3).line[:2], BranchTask(None, 3, min_prob=min_prob))
+    assert calibration.acceptance(1) > 0.9
+
+
 def test_forwards_of_costly_rows_grow_the_likeliest_branches_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward for each pair of branches prepares the same branches as one for all, the likeliest first."""
 
