@@ -302,21 +302,25 @@ class DraftPool:
         return is_awaited
 
     def on_drafted(self, request: Request, name: str, message: Drafted, now_ns: int) -> bool:
-        """Records a chain, even if the wait for it has ended; returns whether it answers the latest task.
+        """Records a chain, even if the wait for it has ended; returns whether the request waits for it.
 
         A late one shows the costs, too: else a drafter that became slower would miss all limits that follow from them.
         """
-        state = request.draft.drafters[name]
-        is_awaited = state.is_awaited(message)
+        state, wait = request.draft.drafters[name], request.round.wait
+        is_awaited, since_ms = state.is_awaited(message), _ms_since(state.asked_ns, now_ns)
+        is_timed = state.is_answer(message) and state.asked_ns > 0
+        is_used = is_awaited and wait is not None and wait.outcome is None
         fastest = sort_by_latency(self._latencies_of(request), request.plan.depth)[0]
-        if message.chain and not is_awaited and name == fastest:
-            self._estimates.observe_draft(len(message.chain), message.work.milliseconds)
-            self._estimates.observe_link(2 * _ms_since(message.work.ended_ns, now_ns))
-        if is_awaited and state.asked_ns:
-            self._latencies[name].observe_chain(len(message.chain), _ms_since(state.asked_ns, now_ns))
+        if message.chain and (is_used or (name == fastest and not is_awaited)):
+            work = message.work
+            self._estimates.observe_draft(len(message.chain), work.milliseconds)
+            link_ms = since_ms - work.milliseconds if is_timed else 2 * _ms_since(work.ended_ns, now_ns)
+            self._estimates.observe_link(link_ms)
+        if is_awaited and is_timed:
+            self._latencies[name].observe_chain(len(message.chain), since_ms)
         state.done = state.done or is_awaited
         request.draft.losses.pop(name, None)
-        return is_awaited
+        return is_used
 
     def expire(self, request: Request, now_ns: int) -> None:
         """Ends all tasks; one without any answer counts as overdue."""

@@ -15,12 +15,12 @@ from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest_record
 from outrider.orchestrator.core.proposal import CopyRound, Lookup, best_tail, longest_copy
-from outrider.orchestrator.core.request import DrafterWait, Request, SettledRound
+from outrider.orchestrator.core.request import Request, SettledRound
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import DRAFT_MODEL, JOINT_SEPARATOR, NGRAM, is_joint
-from outrider.protocol.messages import Drafted, InProcessDrafter
+from outrider.protocol.messages import InProcessDrafter
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
 
 MAX_REQUESTED_POLICIES = 64  # policies for a requested K or B
@@ -143,11 +143,6 @@ class Planner:
         return f"auto: {self._policy_of(request).why}" if request.admit.mode == "auto" else None
 
     # --- observations ---------------------------------------------------------------------------------------------
-
-    def on_drafted(self, message: Drafted, waiting: DrafterWait, now_ns: int) -> None:
-        work_ms = message.work.milliseconds
-        self.estimates.observe_draft(len(message.chain), work_ms)
-        self.estimates.observe_link((now_ns - waiting.asked_ns) / MILLISECOND_NS - work_ms)
 
     def on_outcome(self, ended: SettledRound) -> None:
         """Records the costs and odds of a round; no costs if it read the whole text."""

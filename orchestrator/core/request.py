@@ -67,10 +67,14 @@ class DrafterState:
         self.round, self.ranks, self.known_len = round_, ranks, known_len
         self.asked_ns, self.last_heard_ns, self.pushes, self.done = now_ns, now_ns, 0, False
 
+    def is_answer(self, message: Branches | Drafted) -> bool:
+        """Whether a message answers the latest task, which may be done."""
+        is_kind = isinstance(message, Branches) == bool(self.ranks)
+        return is_kind and (message.round, message.base_len) == (self.round, self.known_len)
+
     def is_awaited(self, message: Branches | Drafted) -> bool:
         """Whether a message answers the latest task, which is not done."""
-        is_kind = isinstance(message, Branches) == bool(self.ranks)
-        return is_kind and not self.done and (message.round, message.base_len) == (self.round, self.known_len)
+        return not self.done and self.is_answer(message)
 
     def push(self, message: Branches, is_awaited: bool, now_ns: int) -> None:
         """Records branches of its round, which may have ended."""

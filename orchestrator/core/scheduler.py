@@ -319,12 +319,10 @@ class Scheduler:
             self.stale += 1
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
-        wait = request.round.wait
-        if not self._draft_pool.on_drafted(request, sender, message, now_ns) or wait is None or wait.outcome:
+        if not self._draft_pool.on_drafted(request, sender, message, now_ns):
             self.stale += 1
             return
         self.metrics.on_drafts(request, sender, message, now_ns)
-        self._planner.on_drafted(message, wait, now_ns)
         self._next_round.on_drafted(request, sender, message, now_ns)
 
     def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:

@@ -303,6 +303,41 @@ def test_late_drafts_show_that_their_drafter_became_slower(mode: str) -> None:
     assert estimates.step_ms() > 2.1 if mode == "sd" else estimates.depth_ms() > 2.1
 
 
+def chain_after(made: Cluster, waited_ms: int, *between: Message, chain: tuple[int, ...] = (1, 2, 3)) -> None:
+    """Lets the drafter answer the first request for a chain so long after it, with 6 ms of work, and these messages of
+    the drafter before."""
+    (outcome,), asked_ns = made.target.answer(made._to_target.popleft()), 1000 * MILLISECOND_NS
+    made.rounds.handle([("target-0", outcome)], asked_ns)
+    now_ns = asked_ns + waited_ms * MILLISECOND_NS
+    made.rounds.handle([("draft-0", message) for message in between], now_ns)
+    made.rounds.on_tick(now_ns)
+    work = Span(now_ns - 6 * MILLISECOND_NS, now_ns)
+    made.rounds.handle([("draft-0", Drafted("r", 0, 1, len(PROMPT) + 1, chain, work))], now_ns)
+
+
+@pytest.mark.parametrize(("waited_ms", "stale"), [(60, 0), (5000, 1)])
+def test_wait_before_a_chain_is_drafted_counts_even_if_it_comes_too_late(waited_ms: int, stale: int) -> None:
+    """A drafter that computes for others, or rarely, begins late."""
+    made = begun(0, "sd", steps=0)
+    chain_after(made, waited_ms)
+    assert made.rounds.stale == stale
+    assert made.rounds._planner.estimates.link_ms() == pytest.approx(waited_ms - 6)
+
+
+def test_reading_of_a_text_before_a_chain_is_not_the_links_time() -> None:
+    made = begun(0, "sd", steps=0)
+    chain_after(made, 60, Resync("r", 0))
+    assert made.rounds.stale == 0 and made.rounds._planner.estimates.has_drafted
+    assert made.rounds._planner.estimates.link_ms() < 1.0
+
+
+def test_empty_chain_shows_no_time_for_a_token() -> None:
+    """A drafter at the end of its context answers at once."""
+    made = begun(0, "sd", steps=0)
+    chain_after(made, 60, chain=())
+    assert made.rounds.stale == 0 and not made.rounds._planner.estimates.has_drafted
+
+
 def test_unrequested_branches_are_dropped_and_counted() -> None:
     made = begun(branches=4, full_depth=True, steps=0)
     invalid = invalid_messages(made)
