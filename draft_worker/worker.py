@@ -92,8 +92,8 @@ class DraftRequest:
         return message.base_len - len(message.tokens) - self.work.committed_len
 
     def is_next(self, message: Commit) -> bool:
-        """Returns whether its round follows the newest commit's, with chains under verification in both."""
-        both = message.verifying is not None and bool(self.newest.verifying)
+        """Returns whether its round follows the newest commit's, and branches were requested in both."""
+        both = message.verifying is not None and self.newest.verifying is not None
         return both and message.round == self.newest.round + 1
 
     def commit(self, message: Commit, now_ns: int) -> None:

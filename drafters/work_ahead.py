@@ -249,10 +249,11 @@ class Capacity:
 
     def rows_per_forward(self) -> int | None:
         """Returns how many branches one forward should grow, so that several forwards end in a round; None: not known.
-        It should grow more if a forward itself costs more than these rows, as on a GPU.
+        It should grow more if a forward itself costs more than these rows, as on a GPU. While forwards of one size do
+        not show that, it counts as free, so that smaller ones are tried.
         """
-        if min(self._rounds.seen, self._cost.seen) < MIN_MEASUREMENTS or not self._cost.line[0]:
-            return None  # forwards of one size do not show what a row costs
+        if min(self._rounds.seen, self._cost.seen) < MIN_MEASUREMENTS:
+            return None
         fixed, each = self._cost.line
         in_time = (self._rounds(1) / _FORWARDS_PER_ROUND - fixed) / each
         return max(int(in_time), math.ceil(fixed / each), 2)

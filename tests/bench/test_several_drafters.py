@@ -18,12 +18,12 @@ MACHINE = Profile(
 NEAR, FAR = Machine(MACHINE), Machine(replace(MACHINE, link_ms=30.0))
 HALF = Machine(replace(MACHINE, draft=Latency(((1, 4.0), (17, 10.0)))))
 ANOTHER = Machine(MACHINE, seed=7)
-DEPTH, TOKENS = 4, 80
+DEPTH, TOKENS = 4, 160
 
 
 @cache
 def runs(branches: int, *others: Machine) -> tuple[Timings, ...]:
-    texts = random_texts(3, 190)
+    texts = random_texts(3, 2 * TOKENS)
     cluster = VirtualCluster(MACHINE, texts, depth=DEPTH, branches=branches, others=others)
     return tuple(cluster.run(text, TOKENS, "ssd") for text in texts)
 

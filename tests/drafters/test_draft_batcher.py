@@ -142,7 +142,10 @@ def test_rows_of_a_forward_leave_time_for_others_unless_they_cost_little() -> No
     for _ in range(3 * int(MIN_MEASUREMENTS)):
         alike.record_forward(8, 9.0)
         alike.record_round(15.0)
-    assert alike.rows_per_forward() is None  # they do not show what a row costs
+    assert alike.rows_per_forward() == 4  # eight do not show what a row costs: fewer are tried
+    for _ in range(3):
+        alike.record_forward(4, 9.0)
+    assert (alike.rows_per_forward() or 0) > 8  # a row costs little
 
 
 def test_capacity_is_learned_from_forwards_of_one_size() -> None:
