@@ -236,13 +236,13 @@ class Proposer:
 
     # --- what the target may decide by itself ---------------------------------------------------------------------
 
-    def servable(self, request: Request, left_ms: float) -> Iterator[tuple[tuple[int, ...], Proposal]]:
-        """Yields (outcome, proposal) for the branches that would be served as deep as they are if the outcome came in
-        `left_ms`, and do not end the request."""
+    def servable(self, request: Request, left_ms: float | None) -> Iterator[tuple[tuple[int, ...], Proposal]]:
+        """Yields (outcome, proposal) for the branches that do not end the request: all of them, or, with `left_ms`,
+        those that would be served as deep as they are if the outcome came in this time."""
         for committed, cached in request.draft.cache.branches.items():
             if request.max_chain_tokens > len(committed) and request.truncate_at_end(committed)[1] is None:
                 hit = self.branch(request, cached, committed)
-                if not self._should_grow(request, cached, hit, left_ms):
+                if left_ms is None or not self._should_grow(request, cached, hit, left_ms):
                     yield committed, hit
 
     def miss_row_costs(self, request: Request, left_ms: float) -> tuple[float, ...]:
@@ -392,7 +392,7 @@ class NextRound:
 
     def _prepare_branches(self, request: Request, now_ns: int) -> None:
         """Prepares chains at the target for outcomes that have a branch and do not end the request, and n-grams for all
-        others.
+        others. A branch that should grow first is prepared only if n-grams would be verified in its place.
 
         Prepares none during a wait, in a tree with in-process drafts, with a residual q (it would be sent twice), or if
         the policy may have another plan after this round.
@@ -402,9 +402,10 @@ class NextRound:
         if not ahead or round_.wait or request.admit.sampling.is_residual or self._planner.may_replan(request):
             return
         left_ms = self._outcome_in_ms(request, now_ns)
-        prepared = dict(islice(self._proposer.servable(request, left_ms), MAX_BRANCHES))
+        costs = self._proposer.miss_row_costs(request, left_ms)
+        prepared = dict(islice(self._proposer.servable(request, None if costs else left_ms), MAX_BRANCHES))
         round_.prepared |= {(committed, p.chain, p.parents): p for committed, p in prepared.items()}
-        chains, costs = prepared.values(), self._proposer.miss_row_costs(request, left_ms)
+        chains = prepared.values()
         if chains or costs:
             self._workers.send_target(
                 Prepare(

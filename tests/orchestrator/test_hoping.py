@@ -12,7 +12,7 @@ from outrider.orchestrator.core.request import DrafterState, DraftState, Specula
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Abilities, Branch, Branches, Message, Outcome, Span, Verify
+from outrider.protocol.messages import Abilities, Branch, Branches, Message, Outcome, Prepare, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
 from tests.honest import HonestWorkers
@@ -112,6 +112,7 @@ class Wires(HonestWorkers):
 
     def __init__(self) -> None:
         self.verifies: list[Verify] = []
+        self.prepares: list[Prepare] = []
 
     def notes(self) -> list[str]:
         return []
@@ -122,6 +123,8 @@ class Wires(HonestWorkers):
     def send_target(self, message: Message) -> None:
         if isinstance(message, Verify):
             self.verifies.append(message)
+        elif isinstance(message, Prepare):
+            self.prepares.append(message)
 
     def send_worker(self, name: str, message: Message) -> None:
         pass
@@ -164,3 +167,30 @@ def test_branch_after_its_outcome_is_used_and_counted_as_late() -> None:
     records = [record for event in told if isinstance(event, Committed) for record in event.rounds or ()]
     waited = Span(5 * MILLISECOND_NS, 6 * MILLISECOND_NS)
     assert [record.decided for record in records] == [None, waited], "from the outcome to the chain"
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_branch_that_may_grow_is_prepared_if_the_target_goes_on_without_it(goes_on: bool) -> None:
+    """Else the target would verify n-grams after an outcome whose branch has come."""
+    wires = Wires()
+    wires.target_abilities = Abilities(ngrams=goes_on)
+    scheduler = Scheduler(wires, round_settings(4, 8), lambda event: None, Trace(None))
+    estimates = scheduler._planner.estimates
+    for _ in range(50):
+        estimates.observe_draft(1, 100.0)  # a chain on request would not pay
+        estimates.observe_depth(8, DEPTH_MS)
+        for rows in range(1, 6):
+            estimates.observe_verify(rows, VERIFY_MS)
+    scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
+    first = Branches("r", 0, 0, 3, 4, (Branch((5,), (1, 2, 3, 4)),), Span(0, DEPTH_MS_NS), final=True)
+    scheduler.handle([("draft-0", first)], 0)
+    scheduler.handle([("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)))], MILLISECOND_NS)
+    assert wires.verifies[-1].chain == (1, 2, 3, 4)
+    wires.prepares.clear()
+    growing = (Branch((9,), (7,), odds=(0.9,)), Branch((1, 2, 3, 4, 8), (6,), odds=(0.9,)))
+    push = Branches("r", 0, 1, 4, 1, growing, Span(0, DEPTH_MS_NS))
+    scheduler.handle([("draft-0", push)], int((1 + VERIFY_MS - 1.1 * DEPTH_MS) * MILLISECOND_NS))
+    if goes_on:
+        assert wires.prepares[-1].row_costs and wires.prepares[-1].committed == ((9,), (1, 2, 3, 4, 8))
+    else:
+        assert not wires.prepares, "the next push is likely to come in time"
