@@ -359,6 +359,7 @@ def _draft_with_one_drafter(requests: Sequence[TargetRequest]) -> None:
                     is_reading = True
         except OutriderError as error:
             request.set_proposal(error, Span(started_ns, clock.now()))
+    started_ns = clock.now()  # the texts are read
     drafts = propose([turn for _, turn in turns])
     span = Span(started_ns, clock.now())
     for (request, _), draft in zip(turns, drafts, strict=True):

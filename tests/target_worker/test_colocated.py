@@ -28,7 +28,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
 from tests.columns import column_tokens
-from tests.system.links import FakeLink, answered, deliver_during_a_forward, drafted_chain
+from tests.system.links import FakeLink, VirtualClock, answered, deliver_during_a_forward, drafted_chain
 from tests.system.markov import markov
 
 _rng = np.random.default_rng(6)
@@ -231,6 +231,22 @@ def test_other_requests_draft_between_the_pieces_of_a_prompt() -> None:
     assert {len(drafted_chain(a)) for a in theirs[:3]} == {3}
     alone = WorkerUnderTest(LONG)
     assert text(theirs) == text(alone.exchange(drafting(1, len(LONG) + 1)))
+
+
+def test_reading_of_prompts_is_no_time_of_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of a drafted token would follow it, for all requests that draft meanwhile."""
+    clock, read = VirtualClock(), WorkAhead.read
+    monkeypatch.setattr("outrider.protocol.clock.now", clock)
+
+    def read_slowly(work: WorkAhead) -> bool:
+        clock.skip(1_000_000_000)
+        return read(work)
+
+    monkeypatch.setattr(WorkAhead, "read", read_slowly)
+    worker_under_test, answers = begin_reading(drafting(1, START))
+    answers += worker_under_test.exchange()
+    drafted = {answer.request: answer.drafted.span.milliseconds for answer in answers[::-1]}
+    assert clock() > 3_000_000_000 and drafted.keys() == {"r", "s"} and max(drafted.values()) < 500
 
 
 def test_one_prompt_is_read_at_a_time() -> None:
