@@ -245,13 +245,14 @@ class DraftPool:
         One is enough, since the first answer is used; the others would only start the next round later.
         """
         latencies = self._latencies_of(request)
-        first, *others = sorted(latencies) if self._splits_evenly else sort_by_latency(latencies, depth)
+        names = sorted(latencies) if self._splits_evenly else sort_by_latency(latencies, depth)
         self.expire(request, now_ns)
-        for name in [first] + [name for name in others if latencies[name].is_due and not self._splits_evenly]:
-            self._commit(request, name, NO_RANKS, depth, now_ns)
-            latencies[name].left_out = 0
-        for name in others:
-            latencies[name].left_out += 1
+        for name in names:
+            if name == names[0] or (latencies[name].is_due and not self._splits_evenly):
+                self._commit(request, name, NO_RANKS, depth, now_ns)
+                latencies[name].left_out = 0
+            else:
+                latencies[name].left_out += 1
 
     def suspend(self, request: Request) -> None:
         """Drops the branches of a request that the target has lost."""
