@@ -29,7 +29,7 @@ def load_worker(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, D
 
 def load_drafter(options: argparse.Namespace, link: WorkerLink) -> Drafter:
     def report(stage: str) -> None:
-        link.send(Loading("draft", stage))
+        link.send(Loading(stage))
 
     report(f"starting the {options.backend} drafter")
     models_only()

@@ -108,9 +108,7 @@ class DraftRequest:
         if isinstance(result, Continuation):
             line = result.line
             return Drafted(*begin, line, work, result.q, peak_bytes, result.alternatives, result.odds[: len(line)])
-        return Branches(
-            *begin, result.depth, result.entries, work, final=result.final, q=result.q, peak_bytes=peak_bytes
-        )
+        return Branches(*begin, result.entries, work, result.final, result.q, peak_bytes)
 
 
 class DraftWorker(WorkerLoop[DraftRequest]):

@@ -218,7 +218,6 @@ class ReadyBranches:
     """
 
     entries: tuple[Branch, ...]
-    depth: int
     final: bool
     q: SparseQ | None = None
 
@@ -313,7 +312,7 @@ class BranchGrowth:
             for b in ready
         )
         q = self._tree.drawn_from([node for branch in ready for node in branch.nodes])
-        return ReadyBranches(entries, max((len(entry.chain) for entry in entries), default=0), not self.has_work, q)
+        return ReadyBranches(entries, not self.has_work, q)
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Updates the calibration by the `tokens` that became final; called before the tree drops its nodes."""

@@ -28,7 +28,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, Prefill
     from outrider.prefill_worker.worker import CoreMLReader, MlxReader, PrefillWorker
 
     kind = CoreMLReader if options.backend == "coreml" else MlxReader
-    reader = kind.load(options.model, lambda stage: link.send(Loading("prefill", stage)))
+    reader = kind.load(options.model, lambda stage: link.send(Loading(stage)))
     hello = Hello(
         role="prefill",
         name=options.name,

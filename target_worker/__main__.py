@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: WorkerLink) -> tuple[Hello, TargetWorker]:
     """Returns the worker and its HELLO, once the model is loaded and checked. `leader`: of a sharded model's ranks."""
-    link.send(Loading("target", "importing MLX"))
+    link.send(Loading("importing MLX"))
     models_only()
     from outrider.engine import memory
     from outrider.engine.load_checks import probe_abilities
@@ -48,7 +48,7 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     from outrider.target_worker.worker import TargetWorker
 
     def report(stage: str) -> None:
-        link.send(Loading("target", stage))
+        link.send(Loading(stage))
 
     model = leader.load(options.model, report) if leader is not None else load(options.model, progress=report)
     report("checking the model")

@@ -227,8 +227,9 @@ class WorkerPool:
                         worker.cache, self.status_changed = use, True
                     case Pong():
                         self._on_pong(worker, message)
-                    case Loading(role=role, stage=stage):
-                        self.stage, self.status_changed, worker.heartbeat.unanswered = f"{role}: {stage}", True, 0
+                    case Loading(stage=stage):
+                        self.stage, self.status_changed = f"{worker.role}: {stage}", True
+                        worker.heartbeat.unanswered = 0
                     case Fault(request=None, message=why, dispensable=dispensable):
                         worker.fault = why  # it will end, and `losses` will report it
                         if dispensable and worker.role != "target" and not worker.entered:

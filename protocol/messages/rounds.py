@@ -312,12 +312,16 @@ class Branches(RoundMessage, frozen=True):
     known.
     """
 
-    depth: Depth
     entries: Annotated[tuple[Branch, ...], Meta(max_length=MAX_BRANCHES)]
     work: Span
     final: bool = False
     q: SparseQ | None = None
     peak_bytes: Serial = 0
+
+    @property
+    def depth(self) -> int:
+        """The number of tokens of the longest branch."""
+        return max((len(entry.chain) for entry in self.entries), default=0)
 
 
 class Drafted(RoundMessage, frozen=True):

@@ -128,7 +128,6 @@ class CacheReport(Message, frozen=True):
 class Loading(Message, frozen=True):
     """Worker -> orchestrator, before Hello: the stage of the start, as text for a person."""
 
-    role: Role
     stage: Name
 
 

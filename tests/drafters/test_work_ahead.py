@@ -151,7 +151,7 @@ def test_only_the_last_push_is_final() -> None:
 def test_lack_of_anything_to_prepare_is_reported_once(context: int, branches: int) -> None:
     work = work_ahead(context=context)
     work.commit((), BranchTask((), 3, branches))
-    assert finish(work) == [ReadyBranches((), 0, True)]
+    assert finish(work) == [ReadyBranches((), True)]
 
 
 def test_no_branch_is_prepared_for_an_eos_outcome() -> None:
@@ -193,7 +193,7 @@ def test_branches_get_shorter_near_the_end_of_the_context() -> None:
     work.commit((), BranchTask((), 6, 4))
     assert {len(e.chain) for e in finish(work)[-1].entries} == {3}
     work.commit(TEXT[10:14], BranchTask((), 6, 4))
-    assert finish(work) == [ReadyBranches((), 0, True)]
+    assert finish(work) == [ReadyBranches((), True)]
     assert continued(work, 5).chain == ()
 
 

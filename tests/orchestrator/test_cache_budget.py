@@ -22,7 +22,7 @@ TEXT = tuple(range(1000, 1300))
 def branches(bonus: int, kilobytes: int, final: bool = False) -> Branches:
     width = kilobytes * 128
     q = SparseQ(np.zeros((1, width), np.int32), np.zeros((1, width), np.float32))
-    return Branches("r", 0, 0, 3, 1, (Branch((bonus,), (7,)),), Span(0, 1), final, q)
+    return Branches("r", 0, 0, 3, (Branch((bonus,), (7,)),), Span(0, 1), final, q)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_drafter_with_dropped_branches_still_counts_as_finished(monkeypatch: pyt
     cluster.rounds.begin(Admit("r", TEXT[:10], SamplingParams(), "ssd", frozenset()), 0)
     draft = cluster.rounds._requests["r"].draft
     assert not draft.final and draft.covered == 0
-    cluster.rounds.handle([("draft-0", Branches("r", 0, 0, 10, 1, (Branch((1,), (7,)),), Span(0, 1), final=True))], 0)
+    cluster.rounds.handle([("draft-0", Branches("r", 0, 0, 10, (Branch((1,), (7,)),), Span(0, 1), final=True))], 0)
     assert draft.final and draft.covered == 8 and not draft.cache.branches
 
 

@@ -149,7 +149,7 @@ def test_worker_refused_before_its_first_message_does_not_wait(server: Server, m
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with WorkerLink(server.endpoint, "mini") as link:
         wait_until_refused(link._socket)
-        link.send(Loading("draft", "starting"))
+        link.send(Loading("starting"))
     for number, handler in before.items():
         signal.signal(number, handler)
 

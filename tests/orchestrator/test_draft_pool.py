@@ -90,16 +90,16 @@ def test_round_is_complete_when_all_asked_drafters_finish() -> None:
     request = made.rounds._requests["r"]
     for name in ("draft-0", "draft-1"):
         assert not request.draft.final
-        made.rounds.handle([(name, Branches("r", 0, 0, len(PROMPT), 3, (), NONE, final=True))], 0)
+        made.rounds.handle([(name, Branches("r", 0, 0, len(PROMPT), (), NONE, final=True))], 0)
     assert request.draft.final and request.draft.covered == 8
 
 
 def test_branches_are_prepared_once_their_drafter_finishes() -> None:
     made = begun(branches=8, full_depth=True, steps=0)
     entries = (Branch((5,), (8, 9, 10)),)
-    made.rounds.handle([("draft-1", Branches("r", 0, 0, len(PROMPT), 3, entries, NONE, final=True))], 0)
+    made.rounds.handle([("draft-1", Branches("r", 0, 0, len(PROMPT), entries, NONE, final=True))], 0)
     assert [m.committed for m in made.sent_to_target if isinstance(m, Prepare)] == [((5,),)]
-    made.rounds.handle([("draft-0", Branches("r", 0, 0, len(PROMPT), 1, (Branch((6,), (8,)),), NONE))], 0)
+    made.rounds.handle([("draft-0", Branches("r", 0, 0, len(PROMPT), (Branch((6,), (8,)),), NONE))], 0)
     assert len([m for m in made.sent_to_target if isinstance(m, Prepare)]) == 1
 
 
@@ -109,7 +109,7 @@ def test_deeper_of_two_branches_for_an_outcome_is_kept(first: str) -> None:
     pushes = {"draft-0": (8,), "draft-1": (8, 9)}
     for name in sorted(pushes, reverse=first == "draft-1"):
         entries = (Branch((5,), pushes[name]),)
-        made.rounds.handle([(name, Branches("r", 0, 0, len(PROMPT), 2, entries, NONE))], 0)
+        made.rounds.handle([(name, Branches("r", 0, 0, len(PROMPT), entries, NONE))], 0)
     found = made.rounds._requests["r"].draft.cache.lookup((5,))
     assert found is not None and (found.chain, found.drafter) == ((8, 9), "draft-1")
 
@@ -245,7 +245,7 @@ def test_remaining_drafters_continue_when_one_is_gone(
 def test_branch_of_another_drafter_is_served_after_the_lead_is_gone() -> None:
     made = begun(branches=8, steps=0)
     entries = (Branch((TEXT[10],), (8, 9)),)
-    made.rounds.handle([("draft-1", Branches("r", 0, 0, len(PROMPT), 2, entries, NONE))], 0)
+    made.rounds.handle([("draft-1", Branches("r", 0, 0, len(PROMPT), entries, NONE))], 0)
     assert made.rounds._requests["r"].draft.lead == "draft-0"
     dies(made, "draft-0")
     made.rounds.handle([("target-0", Outcome("r", 0, 0, len(PROMPT), 0, TEXT[10], Span(0, 1)))], 1)
@@ -297,7 +297,7 @@ def test_late_drafts_show_that_their_drafter_became_slower(mode: str) -> None:
     made.rounds.on_tick(2 * now_ns)
     assert made.rounds._requests["r"].round.wait is None, "the request goes on without them"
     drafted = Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2, 3), slow)
-    branches = Branches("r", 0, 0, len(PROMPT), 1, (Branch((9,), (8,)),), slow)
+    branches = Branches("r", 0, 0, len(PROMPT), (Branch((9,), (8,)),), slow)
     made.rounds.handle([("draft-0", drafted if mode == "sd" else branches)], 2 * now_ns)
     assert made.rounds.stale == 1
     assert estimates.step_ms() > 2.1 if mode == "sd" else estimates.depth_ms() > 2.1
@@ -342,8 +342,8 @@ def test_unrequested_branches_are_dropped_and_counted() -> None:
     made = begun(branches=4, full_depth=True, steps=0)
     invalid = invalid_messages(made)
     many = tuple(Branch((n,), (8,)) for n in range(3))
-    made.rounds.handle([("draft-1", Branches("r", 0, 0, len(PROMPT), 1, many, NONE))], 0)
-    made.rounds.handle([("draft-1", Branches("r", 0, 5, len(PROMPT), 1, many[:1], NONE))], 0)
+    made.rounds.handle([("draft-1", Branches("r", 0, 0, len(PROMPT), many, NONE))], 0)
+    made.rounds.handle([("draft-1", Branches("r", 0, 5, len(PROMPT), many[:1], NONE))], 0)
     assert invalid == [("draft-1", "length"), ("draft-1", "round")]
     assert made.rounds.stale == 2 and not made.rounds._requests["r"].draft.cache.branches
 
@@ -361,7 +361,7 @@ def test_no_more_branches_are_prepared_than_one_message_holds() -> None:
     made = begun(others=0, branches=8, steps=0)
     for count in range(130):
         entries = tuple(Branch((8 * count + number,), (8, 9, 10)) for number in range(8))
-        message = Branches("r", 0, 0, len(PROMPT), 3, entries, NONE, final=count == 129)
+        message = Branches("r", 0, 0, len(PROMPT), entries, NONE, final=count == 129)
         made.rounds.handle([("draft-0", message)], 0)
     (prepared,) = [message for message in made.sent_to_target if isinstance(message, Prepare)]
     assert len(decode(encode(prepared)).committed) == MAX_BRANCHES  # type: ignore[union-attr]

@@ -33,7 +33,7 @@ class Far:
 
     def error_ns(self) -> int:
         """By how much a span that ended now would be told wrongly."""
-        told = self.clock.to_local(Branches("r", 0, 0, 1, 1, (), Span(0, self.theirs(self.now_ns))), self.now_ns)
+        told = self.clock.to_local(Branches("r", 0, 0, 1, (), Span(0, self.theirs(self.now_ns))), self.now_ns)
         assert isinstance(told, Branches)
         return abs(told.work.ended_ns - self.now_ns)
 
@@ -78,7 +78,7 @@ def test_converted_work_ends_by_now_and_keeps_its_duration() -> None:
     clock = RemoteClock()
     for work in (Span(7, 12), Span(5 * HOUR_NS, 5 * HOUR_NS + 5)):
         for _ in range(2):
-            told = clock.to_local(Branches("r", 0, 0, 1, 1, (), work), HOUR_NS)
+            told = clock.to_local(Branches("r", 0, 0, 1, (), work), HOUR_NS)
             assert isinstance(told, Branches)
             assert 0 <= told.work.started_ns <= told.work.ended_ns <= HOUR_NS
             assert told.work.ended_ns - told.work.started_ns == 5

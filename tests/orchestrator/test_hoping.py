@@ -53,7 +53,7 @@ def test_repeated_misses_end_waiting_for_branches(estimates: Estimates) -> None:
 
 def push(*accepted: int, final: bool = False) -> Branches:
     entries = tuple(Branch((*range(k), 7), (1, 2)) for k in accepted)
-    return Branches("r", 0, 1, 4, 2, entries, Span(0, DEPTH_MS_NS), final)
+    return Branches("r", 0, 1, 4, entries, Span(0, DEPTH_MS_NS), final)
 
 
 DEPTH_MS_NS = int(DEPTH_MS * MILLISECOND_NS)
@@ -137,7 +137,7 @@ def test_wait_for_a_pushing_drafter_is_bounded_by_its_tree_time() -> None:
     wires, told = Wires(), list[ToFront]()
     scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), told.append, Trace(None))
     scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
-    push = Branches("r", 0, 0, 3, 1, (Branch((5,), (1,)),), Span(0, MILLISECOND_NS))
+    push = Branches("r", 0, 0, 3, (Branch((5,), (1,)),), Span(0, MILLISECOND_NS))
     now_ns = MILLISECOND_NS
     scheduler.handle([("draft-0", push)], now_ns)
     scheduler.handle([("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)))], now_ns)
@@ -157,7 +157,7 @@ def test_branch_after_its_outcome_is_used_and_counted_as_late() -> None:
     scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=9), "ssd", frozenset(), rounds=True), 0)
     scheduler.handle([("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)))], 5 * MILLISECOND_NS)
     assert not wires.verifies, "the first push is near: the request waits"
-    late = Branches("r", 0, 0, 3, 4, (Branch((5,), (1, 2, 3, 4)),), Span(0, MILLISECOND_NS), final=True)
+    late = Branches("r", 0, 0, 3, (Branch((5,), (1, 2, 3, 4)),), Span(0, MILLISECOND_NS), final=True)
     scheduler.handle([("draft-0", late)], 6 * MILLISECOND_NS)
     assert wires.verifies[0].chain == (1, 2, 3, 4)
     scheduler.handle([("target-0", Outcome("r", 0, 1, 4, 4, 5, Span(0, 1)))], 7 * MILLISECOND_NS)
@@ -182,13 +182,13 @@ def test_branch_that_may_grow_is_prepared_if_the_target_goes_on_without_it(goes_
         for rows in range(1, 6):
             estimates.observe_verify(rows, VERIFY_MS)
     scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
-    first = Branches("r", 0, 0, 3, 4, (Branch((5,), (1, 2, 3, 4)),), Span(0, DEPTH_MS_NS), final=True)
+    first = Branches("r", 0, 0, 3, (Branch((5,), (1, 2, 3, 4)),), Span(0, DEPTH_MS_NS), final=True)
     scheduler.handle([("draft-0", first)], 0)
     scheduler.handle([("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)))], MILLISECOND_NS)
     assert wires.verifies[-1].chain == (1, 2, 3, 4)
     wires.prepares.clear()
     growing = (Branch((9,), (7,), odds=(0.9,)), Branch((1, 2, 3, 4, 8), (6,), odds=(0.9,)))
-    push = Branches("r", 0, 1, 4, 1, growing, Span(0, DEPTH_MS_NS))
+    push = Branches("r", 0, 1, 4, growing, Span(0, DEPTH_MS_NS))
     scheduler.handle([("draft-0", push)], int((1 + VERIFY_MS - 1.1 * DEPTH_MS) * MILLISECOND_NS))
     if goes_on:
         assert wires.prepares[-1].row_costs and wires.prepares[-1].committed == ((9,), (1, 2, 3, 4, 8))

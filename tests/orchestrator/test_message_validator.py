@@ -70,7 +70,7 @@ def outcome(**changes: object) -> Outcome:
 
 
 def branches(**changes: object) -> Branches:
-    return replace(Branches("r", 0, 0, len(PROMPT), 1, (Branch((TEXT[10],), (7,)),), NONE), **changes)  # type: ignore[arg-type]
+    return replace(Branches("r", 0, 0, len(PROMPT), (Branch((TEXT[10],), (7,)),), NONE), **changes)  # type: ignore[arg-type]
 
 
 FOREIGN: list[tuple[str, Message, str]] = [
@@ -105,7 +105,7 @@ CHAIN = (5, 6, 7)
 BRANCHES_TASK = Commit("r", 2, 9, 40, (1,), CHAIN, depth=2, branches=3)
 CHAIN_TASK = replace(BRANCHES_TASK, request="asked", verifying=None)
 TREE_TASK = replace(CHAIN_TASK, request="tree", min_prob=0.1)
-GOOD = Branches("r", 2, 9, 40, 2, (Branch((8,), (9, 9)), Branch((5, 6, 7, 8), (9,))), NONE, final=True)
+GOOD = Branches("r", 2, 9, 40, (Branch((8,), (9, 9)), Branch((5, 6, 7, 8), (9,))), NONE, final=True)
 DRAFT = Drafted("asked", 2, 9, 40, (1, 2), NONE)
 TREE = replace(DRAFT, request="tree", alternatives=Alternatives((3, 4), (-1, 0), (0.2, 0.3)))
 Q = SparseQ(np.array([[9]], np.int32), np.array([[1.0]], np.float32))

@@ -37,7 +37,7 @@ def report(
 
 
 def branches(number: int, work: Span) -> Branches:
-    return Branches("r", 0, number, 5, 2, (Branch((7,), (8, 9)), Branch((6,), (4, 9))), work)
+    return Branches("r", 0, number, 5, (Branch((7,), (8, 9)), Branch((6,), (4, 9))), work)
 
 
 def test_round_record_has_its_chain_and_times_since_the_start() -> None:
@@ -94,5 +94,5 @@ def test_tokens_past_the_end_do_not_count() -> None:
 def test_no_drafter_makes_a_report_too_large_to_be_sent() -> None:
     metrics, work = RequestMetrics(BEGAN, reports=True), Span(1_010, 1_020)
     for _ in range(MAX_ITEMS + 1):
-        metrics.on_drafts("draft-0", Branches("r", 0, 4, 5, 0, (), work), BEGAN + 25)
+        metrics.on_drafts("draft-0", Branches("r", 0, 4, 5, (), work), BEGAN + 25)
     encode(TextChunk("r", "a", (7,), rounds=(report(metrics, 4, Proposal(), outcome(4, 0, work), 1),) * 40))

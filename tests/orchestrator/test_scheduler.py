@@ -231,7 +231,7 @@ def test_branches_past_an_end_token_are_not_prepared() -> None:
     cluster = Cluster(text, script(text))
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset({7})), 0)
     entries = (Branch((7,), (8, 9)), Branch((5,), (8, 9, 10)))
-    cluster.rounds.handle([("draft-0", Branches("r", 0, 0, len(PROMPT), 3, entries, Span(0, 1), final=True))], 0)
+    cluster.rounds.handle([("draft-0", Branches("r", 0, 0, len(PROMPT), entries, Span(0, 1), final=True))], 0)
     known = [message for message in cluster.sent_to_target if isinstance(message, Prepare)]
     assert [(message.committed, message.chains) for message in known] == [(((5,),), ((8, 9, 10),))]
 

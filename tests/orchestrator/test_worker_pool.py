@@ -325,7 +325,7 @@ def test_peer_with_a_worker_name_as_routing_id_changes_nothing(harness: PoolHarn
     if not early:
         harness.worker("target-0")
     stray = Peer(harness, "target", 5, identity=b"target-0")
-    stray.say(Loading("target", "taking over"))
+    stray.say(Loading("taking over"))
     stray.say(Fault(None, "I am broken"))
     stray.beat.send_multipart(encode(Pong(0, 1)))
     assert isinstance(stray.hello("target-0"), Shutdown)
@@ -429,7 +429,7 @@ def test_number_of_workers_is_limited(harness: PoolHarness) -> None:
 
 def test_messages_before_hello_concern_only_their_worker(harness: PoolHarness) -> None:
     target = Peer(harness, "target", harness.spawned["target-0"][0])
-    target.say(Loading("target", "reading weights"))
+    target.say(Loading("reading weights"))
     target.say(Fault(None, "no such file"))
     harness.settle()
     assert harness.pool.stage == "target: reading weights" and harness.pool.status_changed
@@ -522,7 +522,7 @@ def test_restart_may_take_ten_times_the_last_load_time_after_news(
     limit = int(max(load_s * MAX_STALL_RATIO, 10) * PINGS_A_SECOND)
     assert harness.pass_time(limit - 2) == []
     loading = Peer(harness, "target", harness.spawned["target-0"][0])
-    loading.say(Loading("target", "reading weights"))
+    loading.say(Loading("reading weights"))
     harness.settle()
     assert harness.pass_time(limit - 1) == []
     assert "has made no progress while starting" in harness.pass_time(2)[0].why
@@ -665,7 +665,7 @@ def test_messages_to_a_loading_worker_are_not_kept(harness: PoolHarness) -> None
     kill(harness, "target-0")
     wait(harness, 0.25)
     loading = Peer(harness, "target", harness.spawned["target-0"][0])
-    loading.say(Loading("target", "reading weights"))
+    loading.say(Loading("reading weights"))
     harness.settle()
     harness.pool.send_target(Close("r"))
     harness.pool.flush()
@@ -969,7 +969,7 @@ def test_work_times_of_a_remote_drafter_use_the_local_clock(harness: PoolHarness
 
     def worked(at_ns: int) -> Span:
         """By the clock there; it took 5 ms."""
-        far.say(Branches("r", 0, 0, 1, 1, (), Span(at_ns + ahead_ns - 5_000_000, at_ns + ahead_ns)))
+        far.say(Branches("r", 0, 0, 1, (), Span(at_ns + ahead_ns - 5_000_000, at_ns + ahead_ns)))
         harness.settle()
         _, message = harness.said[-1]
         assert isinstance(message, Branches)
@@ -991,9 +991,9 @@ def test_work_times_of_a_local_worker_are_not_converted(harness: PoolHarness) ->
     draft = harness.worker("draft-0")
     harness.pool.ping(SECOND_NS)
     draft.answer(1, ahead_ns=SECOND_NS)
-    draft.say(Branches("r", 0, 0, 1, 1, (), Span(5, 6)))
+    draft.say(Branches("r", 0, 0, 1, (), Span(5, 6)))
     harness.settle()
-    assert harness.said[-1][1] == Branches("r", 0, 0, 1, 1, (), Span(5, 6))
+    assert harness.said[-1][1] == Branches("r", 0, 0, 1, (), Span(5, 6))
 
 
 def test_prompts_of_a_quantized_target_need_the_same_kernels() -> None:

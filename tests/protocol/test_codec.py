@@ -77,7 +77,7 @@ def test_feature_rows_are_sent_in_half_precision():
 
 
 def test_a_coupled_rounds_messages_are_one_frame_each():
-    for message in (VERIFY, Branches("r", 1, 2, 3, 1, (Branch((1,), (2,)),), SPAN), Drafted("r", 1, 2, 3, (4,), SPAN)):
+    for message in (VERIFY, Branches("r", 1, 2, 3, (Branch((1,), (2,)),), SPAN), Drafted("r", 1, 2, 3, (4,), SPAN)):
         assert len(encode(message)) == 1
 
 
@@ -121,7 +121,7 @@ INVALID_MESSAGES = {
         "Features.rows is invalid: expected finite numbers",
     ),
     "inside an entry": (
-        Branches("r", 1, 2, 3, 4, (Branch((1,), (2,)), Branch((-1,), (2,))), SPAN),
+        Branches("r", 1, 2, 3, (Branch((1,), (2,)), Branch((-1,), (2,))), SPAN),
         r"Branches.entries\[1\].committed\[0\] is invalid: expected `int` >= 0",
     ),
     "other record": (

@@ -21,7 +21,7 @@ EACH = int(os.environ.get("OUTRIDER_FUZZ", "5"))
 QUIET = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 OUTCOME = Outcome("r", 1, 2, 30, 2, 7, Span(5, 6))
 FEATURES = Features("r", 1, 7, np.zeros((1, 2), np.float16))
-BRANCHES = Branches("r", 1, 2, 30, 2, (Branch((1,), (2, 3)), Branch((1, 4), (5, 6))), Span(5, 6))
+BRANCHES = Branches("r", 1, 2, 30, (Branch((1,), (2, 3)), Branch((1, 4), (5, 6))), Span(5, 6))
 GENERATE = Generate("r", "p", None, SamplingParams())
 CLOSE = {"type": "Close", "request": "r"}
 PROMPT = Generate("r", None, np.array([1, 2], np.int32), SamplingParams())

@@ -39,7 +39,7 @@ def test_sparse_q_fits_only_chains_that_can_be_drawn_from_it(q: SparseQ, tokens:
 
 
 def test_sparse_q_is_sent_as_two_raw_frames() -> None:
-    message = Branches("r", 1, 2, 3, 1, (Branch((1,), (9, 2)), Branch((1, 5), (1,))), Span(1, 2), False, Q)
+    message = Branches("r", 1, 2, 3, (Branch((1,), (9, 2)), Branch((1, 5), (1,))), Span(1, 2), False, Q)
     frames = [bytes(frame) for frame in encode(message)]
     assert [len(frame) for frame in frames[1:]] == [24, 24]
     found = decode(frames).q

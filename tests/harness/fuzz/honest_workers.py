@@ -103,7 +103,7 @@ def drafter(message: Message) -> list[Message]:
         after = base_len + len(accepted)
         right = [token(message.request, after + i) for i in range(depth + 1)]
         entries = (Branch((*accepted, right[0]), tuple(right[1:])), Branch((*accepted, 1), (2,)))[: message.branches]
-        found.append(Branches(*place, depth, entries, _span(), final=depth == message.depth))
+        found.append(Branches(*place, entries, _span(), final=depth == message.depth))
     return list(found)
 
 
