@@ -269,27 +269,23 @@ class Proposer:
         limit_ms = max_wait_ms(self.estimates.draft_ms(depth), self.estimates.verify_ms(1))
         if self.full_depth or not self.estimates.has_drafted:
             limit_ms = max(limit_ms, MAX_FIRST_WAIT_MS)
-        if missed and not self.full_depth:
-            limit_ms = self._until_next_forward(limit_ms)
         return DrafterWait(now_ns, now_ns + int(limit_ms * MILLISECOND_NS), depth=depth, missed=missed)
 
     def _wait_for_branch(
         self, request: Request, committed: tuple[int, ...], expected_ms: float, now_ns: int, missed: bool = False
     ) -> DrafterWait:
         """Returns a new or continued wait for this outcome's branch to grow, or, if `missed`, to arrive; in all no
-        longer than for a whole tree."""
+        longer than for a whole tree, nor than the next forward of other requests, after which it joins them."""
         e, before = self.estimates, request.round.wait
+        limit_ms = max_wait_ms(expected_ms, e.verify_ms(1))
         whole_ms = max_wait_ms((request.plan.depth + 1) * e.depth_ms() + e.link_ms(), e.verify_ms(1))
-        limit_ms, whole_ms = max_wait_ms(expected_ms, e.verify_ms(1)), self._until_next_forward(whole_ms)
+        if e.active > 1:
+            whole_ms = min(whole_ms, e.verify_ms(1))
         if self.full_depth:
             limit_ms = whole_ms = MAX_FIRST_WAIT_MS
         asked_ns, missed = (before.asked_ns, before.missed) if before else (now_ns, missed)
         deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
         return DrafterWait(asked_ns, deadline_ns, committed, missed=missed)
-
-    def _until_next_forward(self, limit_ms: float) -> float:
-        """Limits a wait to the other requests' next forward, if there are others: this one joins the one after."""
-        return limit_ms if self.estimates.active == 1 else min(limit_ms, self.estimates.verify_ms(1))
 
 
 class NextRound:

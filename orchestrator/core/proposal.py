@@ -393,13 +393,15 @@ class Fallback:
 def choose_fallback(
     estimates: Estimates, tail: CopiedTail, max_draft_tokens: int, has_drafter: bool, in_process: str = ""
 ) -> Fallback:
-    """Returns the best of: an AR step, a copy, a chain on request of any length, and a chain of the drafter
-    `in_process`, if there is one."""
+    """Returns the best of: an AR step, a copy, a chain of the drafter `in_process`, if there is one, and, for a request
+    alone, a chain on request of any length. With others it would miss their next forward, and the drafter would grow
+    branches for none of them meanwhile."""
     options = [Fallback(value=_copy_value(estimates, tail))]
     lengths = range(1, max_draft_tokens + 1)
     if in_process:
         options += [Fallback(in_process=n, value=_in_process_value(estimates, n, in_process)) for n in lengths]
-    options += [Fallback(wait_for=n, value=_request_value(estimates, n)) for n in lengths if has_drafter]
+    if has_drafter and estimates.active == 1:
+        options += [Fallback(wait_for=n, value=_request_value(estimates, n)) for n in lengths]
     return max(options, key=lambda option: option.value)
 
 

@@ -50,14 +50,16 @@ class DrafterState:
     """A drafter's state in a request: it knows the first `known_len` tokens.
 
     Its latest task is of `round`: branches for the outcomes of these `ranks`, likeliest first, or, without any, a
-    chain. `asked_ns` is when it was sent (0: with a text to read, so its latency does not count), `last_heard_ns` when
-    the latest of its `pushes` came. `done`: nothing more is to come, or is awaited.
+    chain. `asked_ns` is when it was sent (0: with a text to read, so its latency does not count), `chain_asked_ns` the
+    same for the latest chain, `last_heard_ns` when the latest of its `pushes` came. `done`: nothing more is to come, or
+    is awaited.
     """
 
     known_len: int = 0
     round: int = 0
     ranks: range = NO_RANKS
     asked_ns: int = 0
+    chain_asked_ns: int = 0
     last_heard_ns: int = 0
     pushes: int = 0
     done: bool = True
@@ -66,15 +68,12 @@ class DrafterState:
         """Records that the drafter was sent the text up to `known_len`, and this task."""
         self.round, self.ranks, self.known_len = round_, ranks, known_len
         self.asked_ns, self.last_heard_ns, self.pushes, self.done = now_ns, now_ns, 0, False
-
-    def is_answer(self, message: Branches | Drafted) -> bool:
-        """Whether a message answers the latest task, which may be done."""
-        is_kind = isinstance(message, Branches) == bool(self.ranks)
-        return is_kind and (message.round, message.base_len) == (self.round, self.known_len)
+        self.chain_asked_ns = self.chain_asked_ns if ranks else now_ns
 
     def is_awaited(self, message: Branches | Drafted) -> bool:
         """Whether a message answers the latest task, which is not done."""
-        return not self.done and self.is_answer(message)
+        is_kind = isinstance(message, Branches) == bool(self.ranks)
+        return is_kind and not self.done and (message.round, message.base_len) == (self.round, self.known_len)
 
     def push(self, message: Branches, is_awaited: bool, now_ns: int) -> None:
         """Records branches of its round, which may have ended."""

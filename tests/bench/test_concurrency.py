@@ -30,6 +30,13 @@ NARROW = Profile(
 )  # fmt: skip
 
 
+# A GPU, whose rows cost little, and a drafter that needs a verify's time for a chain of each of four requests.
+BUSY = Profile(
+    "a busy drafter", ("none",), Latency(((1, 20.0), (9, 21.0))), Latency(((1, 4.0), (65, 68.0))), 0.0, (0.8,),
+    (0.45, 0.2, 0.1),
+)  # fmt: skip
+
+
 def milliseconds(timings: Sequence[Timings]) -> float:
     """From the start of the first request to the end of the last."""
     return max(timing.prompt_ms + timing.predicted_ms for timing in timings)
@@ -54,6 +61,12 @@ def test_auto_is_as_fast_as_the_best_mode_at_any_number_of_requests(profile: Pro
     """`best`: the fastest mode, by a run of each."""
     last = {mode: times(profile, mode, at_once, 2, 60)[0][-1] for mode in (best, "auto")}
     assert last["auto"] < last[best] / 0.93
+
+
+def test_requests_do_not_wait_in_turn_for_a_busy_drafter() -> None:
+    """A chain after a miss would come too late in each round, and keep the drafter from growing branches in time."""
+    plain, ssd = (times(BUSY, mode, 4, 2, 60)[0][-1] for mode in ("ar", "ssd"))
+    assert ssd < 0.8 * plain
 
 
 @pytest.mark.parametrize("seed", [5, 6])

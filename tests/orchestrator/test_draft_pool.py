@@ -315,10 +315,14 @@ def chain_after(made: Cluster, waited_ms: int, *between: Message, chain: tuple[i
     made.rounds.handle([("draft-0", Drafted("r", 0, 1, len(PROMPT) + 1, chain, work))], now_ns)
 
 
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
 @pytest.mark.parametrize(("waited_ms", "stale"), [(60, 0), (5000, 1)])
-def test_wait_before_a_chain_is_drafted_counts_even_if_it_comes_too_late(waited_ms: int, stale: int) -> None:
-    """A drafter that computes for others, or rarely, begins late."""
-    made = begun(0, "sd", steps=0)
+def test_wait_before_a_chain_is_drafted_counts_even_if_it_comes_too_late(mode: str, waited_ms: int, stale: int) -> None:
+    """A drafter that computes for others, or rarely, begins late. In SSD it has got another task since."""
+    made = begun(0, mode, steps=0)
+    nothing = Branches("r", 0, 0, len(PROMPT), (), NONE, final=True)
+    made.rounds.handle([("draft-0", nothing)] if mode == "ssd" else [], 0)
+    made.rounds._planner.estimates.observe_depth(8, 0.1)
     chain_after(made, waited_ms)
     assert made.rounds.stale == stale
     assert made.rounds._planner.estimates.link_ms() == pytest.approx(waited_ms - 6)

@@ -183,10 +183,9 @@ class Estimates:
     """Costs and odds of the workers and the texts; `active` requests share the workers.
 
     With several draft workers the estimates are those of the fastest one, which has the share `part` of a round's
-    branches: `link_ms` is the round-trip time to it, `depth_ms` the recent time for one more token on each of a
-    request's branches. `pipelined_ms` is the time from one token of plain decoding to the next, by the number of texts
-    in a forward, `turnaround_ms` the target's idle time between an outcome and the verify of a hit. A `drafter`
-    argument names one of those `in_process`.
+    branches: `depth_ms` is the recent time for one more token on each of a request's branches. `pipelined_ms` is the
+    time from one token of plain decoding to the next, by the number of texts in a forward, `turnaround_ms` the target's
+    idle time between an outcome and the verify of a hit. A `drafter` argument names one of those `in_process`.
     """
 
     def __init__(self) -> None:
@@ -206,7 +205,7 @@ class Estimates:
         self._known_row_costs: tuple[int, list[float]] = (0, [])  # those of this load, until something is measured
         self._step_ms = Average()
         self.depth_ms = Average(POLICY.prior_depth_ms)
-        self.link_ms = Average()
+        self._link_ms = Average()
         self._idle_link_ms = Average()
         self._round_tokens = Average()
         self._round_ms = Average()
@@ -234,7 +233,7 @@ class Estimates:
             self._trees_ms.add(rows, milliseconds)
         self._step_ms.start_from(tuning.draft_ms)
         self.depth_ms.start_from(tuning.depth_ms)
-        self.link_ms.start_from(tuning.link_ms)
+        self._link_ms.start_from(tuning.link_ms)
         self._idle_link_ms.start_from(tuning.link_ms)
         self.turnaround_ms.start_from(tuning.turnaround_ms)
         for average in (self.hit_rate, self._complete_hit_rate):
@@ -301,7 +300,7 @@ class Estimates:
 
     def observe_link(self, milliseconds: float) -> None:
         """Records the time of a chain on request beyond its drafting; with several requests that includes a queue."""
-        self.link_ms.add_time(milliseconds, self.forward_ms(1))
+        self._link_ms.add_time(milliseconds, self.forward_ms(1))
         if self.active == 1:
             self._idle_link_ms.add_time(milliseconds, self.forward_ms(1))
 
@@ -384,6 +383,10 @@ class Estimates:
     def acceptance_of(self, drafter: str = "") -> Acceptance:
         """Returns the drafter's acceptance."""
         return self.in_process[drafter].drafted if drafter else self.drafted
+
+    def link_ms(self) -> float:
+        """Returns the round-trip time to the draft worker, which for several requests includes a queue."""
+        return self._idle_link_ms() if self.active == 1 else self._link_ms()
 
     def draft_ms(self, tokens: int, drafter: str = "") -> float:
         """Returns the time from the request for a chain of `tokens` to its arrival."""

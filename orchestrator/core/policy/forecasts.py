@@ -91,12 +91,13 @@ def sd_rate(costs: Costs, odds: Odds, depth: int) -> float:
 
 
 def ssd_rate(costs: Costs, odds: Odds, depth: int) -> float:
-    """Returns the rate by theorem 7; after a miss, the better of an AR step and a chain on request counts."""
+    """Returns the rate by theorem 7. After a miss an AR step follows or, for one request, a chain if that is better."""
     hit = RoundKind(odds.hit, odds.rows(depth), odds.tokens(depth), ahead=depth)
     request_miss = RoundKind(1.0 - odds.hit, odds.rows(depth), odds.tokens(depth), requested=depth)
     plain_miss = RoundKind(1.0 - odds.hit, 1, 1.0, ahead=depth)
     worth = hit.tokens / round_ms(costs, hit)
-    miss = max(request_miss, plain_miss, key=lambda kind: kind.tokens - worth * round_ms(costs, kind))
+    options = [plain_miss] if costs.at_once > 1 else [request_miss, plain_miss]
+    miss = max(options, key=lambda kind: kind.tokens - worth * round_ms(costs, kind))
     return mixed_rate(costs, [hit, miss])
 
 
