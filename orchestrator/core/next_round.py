@@ -249,7 +249,7 @@ class Proposer:
         """Returns the costs by which the target chooses n-grams after a miss; (): it waits for VERIFY, because a wait
         for a drafter may be better, or an in-process drafter drafts."""
         estimates, draft = self.estimates, request.draft
-        if self.full_depth or estimates.active > 1 or request.in_process_drafter or not self.target_has_ngrams():
+        if self.full_depth or request.in_process_drafter or not self.target_has_ngrams():
             return ()
         choice = choose_fallback(estimates, CopiedTail(), request.max_draft_tokens, bool(draft.drafters))
         if choice.wait_for:

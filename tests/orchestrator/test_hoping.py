@@ -194,3 +194,15 @@ def test_branch_that_may_grow_is_prepared_if_the_target_goes_on_without_it(goes_
         assert wires.prepares[-1].row_costs and wires.prepares[-1].committed == ((9,), (1, 2, 3, 4, 8))
     else:
         assert not wires.prepares, "the next push is likely to come in time"
+
+
+def test_target_goes_on_after_a_miss_of_one_of_several_requests() -> None:
+    """All branches have come, so nothing could be waited for."""
+    wires = Wires()
+    wires.target_abilities = Abilities(ngrams=True)
+    scheduler = Scheduler(wires, round_settings(4, 8), lambda event: None, Trace(None))
+    for name in "rs":
+        scheduler.begin(Admit(name, (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
+    whole = Branches("r", 0, 0, 3, (Branch((5,), (1, 2, 3, 4)),), Span(0, DEPTH_MS_NS), final=True)
+    scheduler.handle([("draft-0", whole)], 0)
+    assert wires.prepares[-1].committed == ((5,),) and wires.prepares[-1].row_costs
