@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, TypeVar
 
 from outrider.drafters.drafter import Drafter, DrafterFault, TokenTree
@@ -41,8 +42,8 @@ from outrider.protocol.trees import TreeFeed
 
 _MAX_TOKENS_WITH_CHAIN = 16  # committed tokens that can be fed together with the chain
 
-# Below this many measurements there is no estimate.
-MIN_MEASUREMENTS = 8.0
+# Below this weight of measurements there is no estimate, and so many branches are grown, in a forward and in all.
+MIN_MEASUREMENTS, UNMEASURED_BRANCHES = 8.0, 8
 _FORWARDS_PER_ROUND = 3  # if rows are expensive
 
 Value = TypeVar("Value")
@@ -228,32 +229,31 @@ class Capacity:
     def __init__(self) -> None:
         self._cost, self._rounds = ForwardCost(), ForwardCost()
 
-    def record_forward(self, rows: int, ms: float) -> None:
-        """Records a forward of `rows` tokens, which took `ms`."""
+    def record_forward(self, rows: float, ms: float) -> None:
+        """Records a forward of `rows` tokens, which took `ms`, or the means of several."""
         self._cost.add(rows, ms)
 
     def record_round(self, ms: float) -> None:
         """Records the time between two commits of a request in SSD."""
         self._rounds.add(1, ms)
 
-    def max_branches(self, depth: int) -> int | None:
-        """Returns how many branches of this depth can grow in a round, over all requests; None: not known yet.
+    def max_branches(self, depth: int) -> int:
+        """Returns how many branches of this depth can grow in a round, over all requests.
 
         They take one forward more than their depth, because branches of full acceptance begin with the second.
         """
         if min(self._rounds.seen, self._cost.seen) < MIN_MEASUREMENTS:
-            return None
+            return UNMEASURED_BRANCHES
         fixed, each = self._cost.line
         room = self._rounds(1) / (depth + 1) - fixed
         return max(int(room / each), 0)
 
-    def rows_per_forward(self) -> int | None:
-        """Returns how many branches one forward should grow, so that several forwards end in a round; None: not known.
-        It should grow more if a forward itself costs more than these rows, as on a GPU. While forwards of one size do
-        not show that, it counts as free, so that smaller ones are tried.
-        """
+    def rows_per_forward(self) -> int:
+        """Returns how many branches one forward should grow, so that several forwards end in a round. It should grow
+        more if a forward itself costs more than these rows, as on a GPU; while forwards of one size do not show that,
+        it counts as free, so that smaller ones are tried."""
         if min(self._rounds.seen, self._cost.seen) < MIN_MEASUREMENTS:
-            return None
+            return UNMEASURED_BRANCHES
         fixed, each = self._cost.line
         in_time = (self._rounds(1) / _FORWARDS_PER_ROUND - fixed) / each
         return max(int(in_time), math.ceil(fixed / each), 2)
@@ -265,6 +265,7 @@ class DraftBatcher:
     def __init__(self, calibration: Calibration | None = None) -> None:
         self.capacity = Capacity()
         self._calibration = calibration or Calibration()
+        self._unread: list[tuple[int, float]] = []  # the latest forwards: lazy ones take their time when one is read
 
     def advance(self, works: Sequence[WorkAhead], active: int = 1) -> list[ReadyBranches | OutriderError | None]:
         """Makes one forward for all `works`; returns their branches, or the error of one that failed.
@@ -274,16 +275,16 @@ class DraftBatcher:
         started_ns = clock.now()
         demands = [_call_catching(work.growth.request) if work.growth is not None else None for work in works]
         demanded = list(zip(works, demands, strict=True))
-        self._grant(
-            [(work.growth, demand) for work, demand in demanded if work.growth and isinstance(demand, BranchRequest)],
-            active,
-        )
+        asking = [(own.growth, asked) for own, asked in demanded if own.growth and isinstance(asked, BranchRequest)]
+        self._grant(asking, active)
         failed = {id(work): demand for work, demand in demanded if isinstance(demand, OutriderError)}
         sound = [work for work in works if id(work) not in failed]
         at_once = self.capacity.rows_per_forward() if active == 1 else None
         found, rows = run_together([work.advance(at_once) for work in sound])
-        if rows:
-            self.capacity.record_forward(rows, (clock.now() - started_ns) / clock.MILLISECOND_NS)
+        self._unread += [(rows, (clock.now() - started_ns) / clock.MILLISECOND_NS)] if rows else []
+        if self._unread and any(found):
+            self.capacity.record_forward(*(fmean(parts) for parts in zip(*self._unread, strict=True)))
+            self._unread = []
         results = iter(found)
         return [failed[id(work)] if id(work) in failed else next(results) for work in works]
 
@@ -291,9 +292,7 @@ class DraftBatcher:
         """Divides the branches that can be ready in time; a share is left for requests that come later in the round."""
         demands = [demand for _, demand in requests]
         deepest = max((demand.depth for demand in demands), default=0)
-        budget = self.capacity.max_branches(deepest) if active > 1 else None
-        if budget is not None:
-            budget = budget * len(demands) // active
+        budget = self.capacity.max_branches(deepest) * len(demands) // active if active > 1 else None
         for (growth, demand), share in zip(requests, divide_branches(demands, budget, self._calibration), strict=True):
             growth.grant(demand, share)
 

@@ -18,7 +18,7 @@ class ForwardCost:
         self.seen = 0.0
         self._rows = self._ms = self._rows_rows = self._rows_ms = 0.0
 
-    def add(self, rows: int, ms: float) -> None:
+    def add(self, rows: float, ms: float) -> None:
         """Records that a forward of `rows` took `ms`."""
         if self._ms:
             ms = min(ms, MAX_STALL_FACTOR * self(max(rows, self._rows / self.seen)))

@@ -18,7 +18,7 @@ MACHINE = Profile(
 NEAR, FAR = Machine(MACHINE), Machine(replace(MACHINE, link_ms=30.0))
 HALF = Machine(replace(MACHINE, draft=Latency(((1, 4.0), (17, 10.0)))))
 ANOTHER = Machine(MACHINE, seed=7)
-DEPTH, TOKENS = 4, 160
+DEPTH, TOKENS = 4, 400
 
 
 @cache
