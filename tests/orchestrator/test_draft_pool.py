@@ -271,6 +271,16 @@ def test_fastest_drafter_is_asked_for_a_chain() -> None:
     assert len(told(made, "draft-1", Commit)) > 3 and not told(made, "draft-0", Commit)
 
 
+def test_trial_of_a_slow_drafter_begins_its_wait_for_the_next_one() -> None:
+    made = begun(mode="sd", steps=0)
+    latencies = made.rounds._draft_pool._latencies
+    for name, lag_ms in (("draft-0", 9.0), ("draft-1", 2.0)):
+        latencies[name].lag_ms.add(lag_ms)
+    latencies["draft-0"].left_out = POLICY.drafter_trial_rounds
+    made.rounds.handle([("target-0", made.target.answer(made._to_target.popleft())[0])], 0)
+    assert told(made, "draft-0", Commit) and latencies["draft-0"].left_out == 0
+
+
 def test_chain_from_an_unasked_drafter_is_dropped_and_counted() -> None:
     made = begun(mode="sd", steps=0)
     made.rounds._draft_pool._latencies["draft-0"].lag_ms.add(2.0)
