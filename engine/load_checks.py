@@ -77,8 +77,8 @@ def probe_abilities(model: LoadedModel) -> Abilities:
     Raises:
         ModelError: the model can't decode: its forward fails, or its logits are NaN or infinite.
     """
-    if model.cpu is not None:
-        return Abilities()  # `engine.ort` compares a chain at load, and flat buffers roll back at once
+    if model.cpu is not None:  # `engine.ort` compares a chain at load, and flat buffers roll back at once
+        return Abilities(all_cores=model.cpu.has_all_cores)
     with wrap_model_errors(f"a forward of this {model.model_type} model"):
         trials = [(before, _compute_reference(model, before)) for before in _make_fillers(model)]
     reason = ""

@@ -31,7 +31,7 @@ from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from outrider.protocol import values
 from outrider.protocol.heads import NGRAM
-from outrider.protocol.messages import InProcessDrafter
+from outrider.protocol.messages import Abilities, InProcessDrafter
 from tests.harness.settings import round_settings
 from tools.simulation.auto_rounds import DRAFT_WORKER, Machine, Server, Text, TextKind
 from tools.simulation.profile import PROFILES, Profile
@@ -52,6 +52,15 @@ TWO_CORES = Machine(
         0.1, (0.5,), (0.35, 0.15, 0.08, 0.05, 0.03, 0.02),
     ),
     all_cores=0.76,
+)  # fmt: skip
+LARGER_PAIR = Machine(
+    Profile(
+        "Qwen2.5-Coder 1.5B and 0.5B on two cores", ("docs/log/2026-11.md",),
+        Latency(((1, 46.0), (2, 60.0), (3, 69.0), (5, 92.0), (8, 138.0), (16, 260.0), (64, 1000.0))),
+        Latency(((1, 19.0), (4, 32.0), (8, 55.0), (16, 104.0), (64, 400.0))),
+        0.1, (0.5,), (0.55, 0.15, 0.08, 0.05, 0.03, 0.02),
+    ),
+    all_cores=0.6,
 )  # fmt: skip
 DISTURBED_TWO_CORES = replace(TWO_CORES, noise=0.2, outlier=40)
 HEADS_MACHINE = Machine(
@@ -75,6 +84,7 @@ def make_kinds(free: float, code: float, editing: float) -> tuple[TextKind, ...]
 
 REAL_TEXTS = make_kinds(0.42, 0.57, 0.5)
 SHARP_DRAFT_TEXTS = make_kinds(0.75, 0.85, 0.8)
+LARGER_PAIR_TEXTS = make_kinds(0.7, 0.8, 0.8)
 COPYING_TEXTS = (
     TextKind("free", {DRAFT_WORKER: 0.42}, 0.05),
     TextKind("extraction", {DRAFT_WORKER: 0.5}, 0.4, 6.0, shows=False),
@@ -132,6 +142,7 @@ SCENES = (
     Scene("two cores, drafter slow at first", TWO_CORES, REAL_TEXTS, (1,) * 16, work=(5.0, 1.0)),
     Scene("two cores, answers copy", TWO_CORES, COPYING_TEXTS, (1,) * 24),
     Scene("two cores, answers copy, disturbed", DISTURBED_TWO_CORES, COPYING_TEXTS, (1,) * 24),
+    Scene("a larger pair on two cores", LARGER_PAIR, LARGER_PAIR_TEXTS, (1,) * 8),
     Scene("two cores, crowds", TWO_CORES, REAL_TEXTS, MIXED_CROWDS),
     Scene("two cores, crowds, disturbed", DISTURBED_TWO_CORES, REAL_TEXTS, MIXED_CROWDS),
     Scene("two cores, useless draft, long life", TWO_CORES, USELESS_DRAFT_TEXTS, (1,) * 12, 500),
@@ -167,7 +178,8 @@ def play_scene(
 ) -> SceneResult:
     """Plays a scene under the policy or a fixed plan."""
     luck = random.Random(seed)
-    found = planner.Planner(round_settings(DEPTH, BRANCHES), tunings, memory, own=lambda: scene.own)
+    abilities = Abilities(all_cores=scene.machine.all_cores != 1, drafters=scene.own)
+    found = planner.Planner(round_settings(DEPTH, BRANCHES), tunings, memory, lambda: abilities)
     server = Server(scene.machine, found, random.Random(seed + 1), plan)
     played = SceneResult(plans=server.plans)
     for number, at_once in enumerate(scene.crowds):

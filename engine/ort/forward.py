@@ -133,6 +133,11 @@ class OrtForward:
         """The name of what a quantised forward's bits depend on: others may choose another token."""
         return kernel_name() + ("-exact" if self._sessions.exact else "")
 
+    @property
+    def has_all_cores(self) -> bool:
+        """Whether forwards can also use the drafters' core."""
+        return self._sessions.all_cores is not None
+
     def __call__(
         self,
         tokens: Ints,

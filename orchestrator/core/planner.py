@@ -5,7 +5,7 @@ The scheduler reports what was sent and received; the planner sends nothing and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextAcceptance, TextProfiles
@@ -20,7 +20,7 @@ from outrider.orchestrator.events import Admit
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import DRAFT_MODEL, JOINT_SEPARATOR, NGRAM, is_joint
-from outrider.protocol.messages import InProcessDrafter
+from outrider.protocol.messages import Abilities
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
 
 MAX_REQUESTED_POLICIES = 64  # policies for a requested K or B
@@ -42,12 +42,12 @@ class Planner:
         settings: ServeSettings,
         tunings: Sequence[Tuning] = (),
         memory: Sequence[Tuning] = (),
-        own: Callable[[], Iterable[InProcessDrafter]] = tuple,
+        abilities: Callable[[], Abilities] = Abilities,
     ) -> None:
-        """`tunings` are tune's, `memory` what an earlier server `learned`; `own` returns the in-process drafters."""
+        """`tunings` are tune's, `memory` what an earlier server `learned`; `abilities` returns the target's."""
         self.estimates = Estimates()
         self.profiles = TextProfiles(self.estimates)
-        self._in_process_drafters = own
+        self._abilities = abilities
         self._tunings, self._stored = tunings, memory
         for record in (*tunings[:1], *memory[:1]):
             self.estimates.start_from(record)
@@ -156,7 +156,8 @@ class Planner:
             # A late branch counts too: the proposer decides whether it is worth a wait.
             estimates.observe_lookup(proposal.lookup.found, ended.covered)
         if proposal.autonomous and not proposal.draft:
-            if round_ms > 0:  # 0: two outcomes arrived together
+            # Mode `ar` leaves the drafters their core. 0: two outcomes arrived together.
+            if round_ms > 0 and (request.admit.mode == "auto" or not estimates.may_use_all_cores):
                 estimates.pipelined_ms.add(max(outcome.rows, 1), round_ms)
         elif ended.plan.mode != "ar":
             if outcome.work.ended_ns != self._forward_ns:  # several requests report the same forward
@@ -230,7 +231,8 @@ class Planner:
 
     def _sources(self, named: str, workers: int, left_out: Collection[str] = ()) -> DraftSources:
         """Returns what may draft for a request: only the drafters that it has `named`, if any."""
-        in_process = tuple(self._in_process_drafters())
+        abilities = self._abilities()
+        in_process, self.estimates.may_use_all_cores = abilities.drafters, abilities.all_cores
         self.estimates.add_drafters(in_process)
         others = tuple(drafter.name for drafter in in_process if drafter.name not in left_out)
         others += (NGRAM,) if self._settings.ngrams and (in_process or workers or named == NGRAM) else ()

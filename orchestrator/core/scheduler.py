@@ -98,7 +98,7 @@ class Scheduler:
         self._settings = settings
         self._emit = emit
         self.metrics = RoundMetrics(trace)
-        self._planner = Planner(settings, tunings, memory, lambda: workers.target_abilities.drafters)
+        self._planner = Planner(settings, tunings, memory, lambda: workers.target_abilities)
         self._draft_pool = DraftPool(workers, self._planner.estimates, settings.full_depth)
         self._ngram_table = NgramTable.load(settings.ngram_table) if settings.ngram_table else None
         self._requests: dict[str, Request] = {}

@@ -52,6 +52,7 @@ class Abilities(Record, frozen=True):
     Without `chains` it decodes one token at a time, and `why` explains it. `own_caches`: the model keeps its own caches
     instead of the simpler ones that roll back at once. `takes_kv`: it can continue from keys and values of a prefill
     worker. `trees`: it verifies trees of drafts, too. `ngrams`: it looks n-grams up itself, as the drafter `ngram`.
+    `all_cores`: its forwards can also use the drafters' core while they are idle (`Verify.all_cores`).
     `drafters` are the others in its process; `left_out` has a sentence for each that was requested and can't be used,
     or whose drafts will rarely be accepted.
     """
@@ -62,6 +63,7 @@ class Abilities(Record, frozen=True):
     why: Text = ""
     trees: bool = False
     ngrams: bool = False
+    all_cores: bool = False
     drafters: Many[InProcessDrafter] = ()
     left_out: Many[Text] = ()
 

@@ -19,7 +19,7 @@ import pytest
 from mlx_lm.utils import load_model, quantize_model, save_model
 
 from outrider.engine.kv_cache import Feed
-from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.load_checks import open_kv_cache, probe_abilities
 from outrider.engine.loading import load
 from outrider.engine.ort import check, exact_biases, forward, graph, sessions
 from outrider.orchestrator.machine.system import USABLE_CORES
@@ -365,7 +365,11 @@ def test_biases_are_rounded_where_packed_weights_have_no_place_for_them(
 def test_logits_are_bit_equal_for_any_number_of_cores(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = logits(model)
     monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(CORE))
-    opened = load(model).cpu
-    assert opened is not None and opened._sessions.all_cores is not None
+    opened = load(model)
+    assert opened.cpu is not None and opened.cpu.has_all_cores and probe_abilities(opened).all_cores
     assert np.array_equal(logits(model, all_cores=True), alone)
     assert np.array_equal(logits(model), alone)
+
+
+def test_target_without_a_core_of_the_drafters_reports_none(model: Path) -> None:
+    assert not probe_abilities(load(model)).all_cores

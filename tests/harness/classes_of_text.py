@@ -23,7 +23,7 @@ from outrider.orchestrator.core.policy.acceptance import (
 from outrider.orchestrator.core.policy.forecasts import CANDIDATE_DEPTHS, Arm
 from outrider.orchestrator.events import Admit
 from outrider.protocol.heads import NGRAM
-from outrider.protocol.messages import InProcessDrafter
+from outrider.protocol.messages import Abilities, InProcessDrafter
 from outrider.protocol.ngrams import Copy
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
@@ -154,7 +154,7 @@ def _served(
     """Yields the class, tokens and duration of each request of a new server."""
     rng = random.Random(seed)
     own = (InProcessDrafter(ONE, is_head=True, agreement=0.6), InProcessDrafter(OTHER, is_head=True, agreement=0.6))
-    planner = Planner(round_settings(8, 16), own=lambda: own)
+    planner = Planner(round_settings(8, 16), abilities=lambda: Abilities(drafters=own))
     machine = Machine(rng, planner)
     admit = Admit("r", (1, 2), SamplingParams(), "auto", frozenset())
     for _ in range(requests):

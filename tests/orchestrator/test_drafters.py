@@ -27,7 +27,7 @@ from outrider.orchestrator.core.proposal import Proposal
 from outrider.orchestrator.core.request import DraftState, PlanState, Request, SequenceState, SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.admission import is_code
-from outrider.protocol.messages import InProcess, InProcessDrafter, Outcome, Span
+from outrider.protocol.messages import Abilities, InProcess, InProcessDrafter, Outcome, Span
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
 from tests.orchestrator.rounds import settled
@@ -44,7 +44,7 @@ def asked(mode: str = "auto", drafter: str = "") -> Admit:
 
 
 def planner(*own: InProcessDrafter, ngrams: bool = True) -> Planner:
-    return Planner(round_settings(4, 16, ngrams=ngrams), own=lambda: own)
+    return Planner(round_settings(4, 16, ngrams=ngrams), abilities=lambda: Abilities(drafters=own))
 
 
 def plan(found: Planner, admit: Admit, workers: int = 1) -> Arm:
@@ -208,7 +208,7 @@ def test_best_drafter_is_learned_and_kept_per_kind_of_text() -> None:
     for kind, drafter in best.items():
         policy = first._policy(asked(), first._sources("", 1), kind)
         rates(policy, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 1} | {drafter: 3})
-    again = Planner(round_settings(4, 16), memory=first.learned(), own=lambda: (GOOD,))
+    again = Planner(round_settings(4, 16), memory=first.learned(), abilities=lambda: Abilities(drafters=(GOOD,)))
     for kind, drafter in best.items():
         assert again.first_plan(asked(), 1, kind)[0].drafter == drafter
     again.set_load(2, 0)
@@ -218,9 +218,9 @@ def test_best_drafter_is_learned_and_kept_per_kind_of_text() -> None:
 @pytest.mark.parametrize("settings", [{"draft_backend": "none", "head": ("mtp",)}, {"colocate": True}])
 def test_best_drafter_is_learned_where_no_draft_worker_runs(settings: dict[str, Any]) -> None:
     used = replace(round_settings(4, 16), **settings)
-    first = Planner(used, own=lambda: (GOOD,))
+    first = Planner(used, abilities=lambda: Abilities(drafters=(GOOD,)))
     rates(first._policy(asked(), first._sources("", 0)), {"ar": 1, "eagle3": 3, "ngram": 1})
-    again = Planner(used, memory=first.learned(), own=lambda: (GOOD,))
+    again = Planner(used, memory=first.learned(), abilities=lambda: Abilities(drafters=(GOOD,)))
     plan, _ = again.first_plan(asked(), 0)
     assert plan.drafter == "eagle3" and "measured before" in again._policy(asked(), again._sources("", 0)).why
 

@@ -13,6 +13,7 @@ from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm
+from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import InProcessDrafter
 
 MODES = ("ar", "sd", "ssd")
@@ -62,6 +63,28 @@ def test_slow_trial_ends_early() -> None:
         policy.observe_round(plan, 1 if plan.mode == "ar" else 3, (1 if plan.mode == "ar" else 3) / rates[plan.mode])
         last = plan
     assert lengths and max(lengths) < POLICY.episode_rounds / 2
+
+
+def test_forward_on_all_cores_is_measured_in_the_first_rounds() -> None:
+    """A larger target gains more from the drafters' core than from their drafts, which no other forecast shows."""
+    found = Estimates()
+    found.may_use_all_cores = True
+    policy, seen = Policy(found, MODES, 4, 16, others=(NGRAM,)), []
+    for _ in range(10 * POLICY.episode_rounds):
+        plan = policy.plan()
+        seen.append(plan)
+        resting = plan.leaves_drafters_idle(1)
+        found.observe_verify(1, 28.0 if resting else 46.0, all_cores=resting)
+        if plan.mode == "ssd":
+            found.observe_chain(1, 0)
+            found.observe_lookup(hit=False)
+        policy.observe_round(plan, 1, 28.0 if resting else 46.0)
+    assert seen[0].leaves_drafters_idle(1)
+    assert all(plan.leaves_drafters_idle(1) for plan in seen[2 * POLICY.episode_rounds :])
+
+
+def test_target_that_never_uses_all_cores_is_not_measured_on_them() -> None:
+    assert Policy(Estimates(), MODES, 4, 16, others=(NGRAM,)).plan().mode == "ssd"
 
 
 def test_policy_adapts_to_changed_rates() -> None:

@@ -278,6 +278,15 @@ def test_target_uses_all_cores_in_auto_only() -> None:
     assert not any(isinstance(message, Verify) and message.all_cores for message in plain.sent_to_target)
 
 
+@pytest.mark.parametrize("all_cores", [True, False])
+def test_mode_ar_shows_no_time_of_a_target_on_all_cores(all_cores: bool) -> None:
+    text = random_text(11)
+    cluster = Cluster(text, script(text))
+    cluster.target_abilities = Abilities(all_cores=all_cores)
+    cluster.run(PROMPT, 100, "ar")
+    assert bool(cluster.rounds._planner.estimates.pipelined_ms.points) != all_cores
+
+
 @pytest.mark.parametrize(
     ("plan", "alone", "together"),
     [

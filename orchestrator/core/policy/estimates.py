@@ -186,10 +186,12 @@ class Estimates:
     branches: `depth_ms` is the recent time for one more token on each of a request's branches. `pipelined_ms` is the
     time from one token of plain decoding to the next, by the number of texts in a forward, `turnaround_ms` the target's
     idle time between an outcome and the verify of a hit. A `drafter` argument names one of those `in_process`.
+    `may_use_all_cores`: in `auto` the target also computes on the drafters' core while they are idle.
     """
 
     def __init__(self) -> None:
         self.active = 1
+        self.may_use_all_cores = False
         self.part = 1.0
         self.drafted = Acceptance()
         self.verified = Acceptance(1.0)
@@ -330,6 +332,11 @@ class Estimates:
         known = (whole, shared, self.pipelined_ms) if all_cores else (shared, whole, self.pipelined_ms)
         measured = (milliseconds for costs in known if (milliseconds := costs(rows)) is not None)
         return next(measured, POLICY.prior_verify_ms * prior_cost(rows))
+
+    @property
+    def lacks_all_cores(self) -> bool:
+        """Whether the target may use all cores, and no forward on them was measured."""
+        return self.may_use_all_cores and not (self._all_cores_ms.points or self.pipelined_ms.points)
 
     def verify_ms(self, rows: int) -> float:
         """Returns the time of a forward with `rows` of one request and the recent average of the others' rows."""

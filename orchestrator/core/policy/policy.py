@@ -310,10 +310,16 @@ class Policy:
     def _find_due_trial(
         self, best: Arm, rates: dict[Arm, float], forecasts: dict[Arm, Forecast], guesses: dict[Arm, float]
     ) -> Arm | None:
-        """Returns the arm whose trial is due: of several, the one with the best estimate; None if there is none."""
+        """Returns the arm whose trial is due: of several, the one with the best estimate; None if there is none.
+
+        As long as no forward on all cores was measured, an arm that leaves the drafters idle is due.
+        """
+        lacks_all_cores = self.estimates.lacks_all_cores and not best.leaves_drafters_idle(self._active)
         for arm in sorted(guesses, key=lambda arm: -guesses[arm]):
             if arm == best or not self._beats_alternative(arm, forecasts):
                 continue
+            if lacks_all_cores and arm.leaves_drafters_idle(self._active):
+                return arm
             self._records.setdefault(arm, ArmRecord(last_episode=self._episode))
             if self._episodes_since(arm) >= self._episodes_to_trial(arm, rates, rates[best], guesses[arm]):
                 return arm
