@@ -309,7 +309,7 @@ class DraftPool:
         """
         state, wait = request.draft.drafters[name], request.round.wait
         is_awaited, since_ms = state.is_awaited(message), _ms_since(state.chain_asked_ns, now_ns)
-        is_timed = state.chain_asked_ns > 0 and (message.round, message.base_len) == (state.round, state.known_len)
+        is_timed = state.chain_asked_ns > 0 and state.is_of_round(message)
         is_used = is_awaited and wait is not None and wait.outcome is None
         fastest = sort_by_latency(self._latencies_of(request), request.plan.depth)[0]
         if message.chain and (is_used or (name == fastest and not is_awaited)):

@@ -70,10 +70,14 @@ class DrafterState:
         self.asked_ns, self.last_heard_ns, self.pushes, self.done = now_ns, now_ns, 0, False
         self.chain_asked_ns = self.chain_asked_ns if ranks else now_ns
 
+    def is_of_round(self, message: Branches | Drafted) -> bool:
+        """Whether a message is of the latest task's round and text, though maybe of another task."""
+        return (message.round, message.base_len) == (self.round, self.known_len)
+
     def is_awaited(self, message: Branches | Drafted) -> bool:
         """Whether a message answers the latest task, which is not done."""
         is_kind = isinstance(message, Branches) == bool(self.ranks)
-        return is_kind and not self.done and (message.round, message.base_len) == (self.round, self.known_len)
+        return is_kind and not self.done and self.is_of_round(message)
 
     def push(self, message: Branches, is_awaited: bool, now_ns: int) -> None:
         """Records branches of its round, which may have ended."""
