@@ -16,7 +16,7 @@ from outrider.engine.memory import PeakMemory
 from outrider.engine.models_only import models_only
 from outrider.grammar.compiler import TOKENIZER_FILE, GrammarCompiler
 from outrider.protocol import process, worker_link
-from outrider.protocol.messages import Abilities, Hello, Loading
+from outrider.protocol.messages import Abilities, Hello
 from outrider.protocol.worker_link import Link, WorkerLink
 
 Load = Callable[[argparse.Namespace, WorkerLink], tuple[Hello, DraftWorker]]
@@ -28,12 +28,9 @@ def load_worker(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, D
 
 
 def load_drafter(options: argparse.Namespace, link: WorkerLink) -> Drafter:
-    def report(stage: str) -> None:
-        link.send(Loading(stage))
-
-    report(f"starting the {options.backend} drafter")
+    link.report(f"starting the {options.backend} drafter")
     models_only()
-    return make_drafter(options.backend, options.model, report, options.prefill, options.target)
+    return make_drafter(options.backend, options.model, link.report, options.prefill, options.target)
 
 
 def worker_of(options: argparse.Namespace, incarnation: int, drafter: Drafter, link: Link) -> tuple[Hello, DraftWorker]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from outrider.engine.models_only import models_only
 from outrider.protocol import process, worker_link
 from outrider.protocol.digest import model_digest
-from outrider.protocol.messages import Hello, Loading
+from outrider.protocol.messages import Hello
 from outrider.protocol.worker_link import WorkerLink
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, Prefill
     from outrider.prefill_worker.worker import CoreMLReader, MlxReader, PrefillWorker
 
     kind = CoreMLReader if options.backend == "coreml" else MlxReader
-    reader = kind.load(options.model, lambda stage: link.send(Loading(stage)))
+    reader = kind.load(options.model, link.report)
     hello = Hello(
         role="prefill",
         name=options.name,

@@ -49,6 +49,7 @@ from outrider.protocol.messages import (
     Commit,
     Fault,
     Hello,
+    Loading,
     Message,
     Open,
     Ping,
@@ -193,6 +194,10 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
     def expect(self, milliseconds: float) -> None:
         """Sets the longest time that the next piece of work should take; 0: not known."""
         self._expected_ms = min(math.ceil(milliseconds), MAX_EXPECTED_MS)
+
+    def report(self, stage: str) -> None:
+        """Sends the stage of the worker's start."""
+        self.send(Loading(stage))
 
     def send(self, *messages: Message) -> None:
         """Sends messages together, in this order."""

@@ -21,7 +21,7 @@ from outrider.protocol import worker_link
 from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.heads import DRAFT_MODEL, HEAD_KINDS, NGRAM
-from outrider.protocol.messages import Hello, Loading
+from outrider.protocol.messages import Hello
 from outrider.protocol.process import configure_logging
 from outrider.protocol.worker_link import WorkerLink, end_with_parent
 from outrider.target_worker.rank_link import RANK_VARIABLE, LocalRanks
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: WorkerLink) -> tuple[Hello, TargetWorker]:
     """Returns the worker and its HELLO, once the model is loaded and checked. `leader`: of a sharded model's ranks."""
-    link.send(Loading("importing MLX"))
+    link.report("importing MLX")
     models_only()
     from outrider.engine import memory
     from outrider.engine.load_checks import probe_abilities
@@ -47,16 +47,13 @@ def load_worker(options: argparse.Namespace, leader: RankLeader | None, link: Wo
     from outrider.target_worker import in_process_drafters
     from outrider.target_worker.worker import TargetWorker
 
-    def report(stage: str) -> None:
-        link.send(Loading(stage))
-
-    model = leader.load(options.model, report) if leader is not None else load(options.model, progress=report)
-    report("checking the model")
+    model = leader.load(options.model, link.report) if leader is not None else load(options.model, progress=link.report)
+    link.report("checking the model")
     found = probe_abilities(model)
     kv_cache = leader.open_shared_kv_cache(model) if leader is not None else None
     own, ngrams = (options.drafter, options.ngrams) if found.chains else ((), None)
-    drafters = in_process_drafters.load(own, model, report, leader is None, ngrams=ngrams)
-    head, features, note = _remote_head(options.publish_features, model, report, leader is None)
+    drafters = in_process_drafters.load(own, model, link.report, leader is None, ngrams=ngrams)
+    head, features, note = _remote_head(options.publish_features, model, link.report, leader is None)
     left_out = (*drafters.left_out, note) if head is not None and note else drafters.left_out
     found = replace(found, ngrams=NGRAM in drafters.drafters, drafters=drafters.infos, left_out=left_out)
     notes = [f"drafting in this process with {info.model}" for info in drafters.infos]
