@@ -50,8 +50,8 @@ class _Run:
 
 
 def has_biases(folder: Path) -> bool:
-    """Returns whether a graph's folder has biases to apply."""
-    return (folder / _INDEX_FILE).exists()
+    """Returns whether a graph's folder has biases to apply; `apply` refuses them if one of the two files is missing."""
+    return (folder / _INDEX_FILE).exists() or (folder / _PAGES_FILE).exists()
 
 
 def write(graph: Path, weights: Path, biases: Mapping[str, tuple[Array, Array]]) -> None:
