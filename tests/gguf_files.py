@@ -24,6 +24,12 @@ SIZES: dict[str, dict[str, int]] = {
     "qwen3": {"head": 128},
     "gemma3": {"head": 256, "blocks": 7},
     "phi3": {"kv_heads": 4},
+    "gemma2": {"head": 256},
+    "qwen3moe": {"head": 128, "experts": 4},
+    "smollm3": {"blocks": 5},
+    "granite": {},
+    "olmo2": {},
+    "olmo3": {"blocks": 5},
 }
 """What differs from the rest: where a reader of these files takes a size that they do not say for known."""
 _K_HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -50,14 +56,14 @@ def write_gguf(
     size |= SIZES[architecture]
     made = _tensors(np.random.default_rng(seed), architecture, size, tied, biased) | (tensors or {})
     said = _description(architecture, size) | _tokenizer(pre) | (metadata or {})
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, _stored_name(architecture))
     for key, value in said.items():
         if key != without and key != "general.architecture":
             _add(writer, key, value)
     for name, tensor in made.items():
         if name == without:
             continue
-        if tensor.ndim < 2 or kind == "F32":
+        if tensor.ndim < 2 or kind == "F32" or "ffn_gate_inp" in name:
             writer.add_tensor(name, tensor)
         else:
             writer.add_tensor(name, blocks(tensor, kind, seed), raw_dtype=GGMLQuantizationType[kind])
@@ -75,11 +81,11 @@ def blocks(weights: np.ndarray, kind: str, seed: int = 0) -> np.ndarray:
         return quantize(weights, number)
     block, width = GGML_QUANT_SIZES[number]
     rng = np.random.default_rng(seed)
-    made = rng.integers(0, 256, (len(weights), weights.shape[1] // block, width), dtype=np.uint8)
+    made = rng.integers(0, 256, (*weights.shape[:-1], weights.shape[-1] // block, width), dtype=np.uint8)
     for place in _K_HALVES[kind]:
-        halves = rng.uniform(0.0001, 0.0002, made.shape[:2]).astype(np.float16)
+        halves = rng.uniform(0.0001, 0.0002, made.shape[:-1]).astype(np.float16)
         made[..., place : place + 2] = halves[..., None].view(np.uint8)
-    return made.reshape(len(weights), -1)
+    return made.reshape(*weights.shape[:-1], -1)
 
 
 def _tensors(rng: Any, architecture: str, size: dict[str, int], tied: bool, biased: bool) -> dict[str, np.ndarray]:
@@ -87,11 +93,14 @@ def _tensors(rng: Any, architecture: str, size: dict[str, int], tied: bool, bias
     rows = {"attn_q": size["heads"] * head, "attn_k": size["kv_heads"] * head, "attn_v": size["kv_heads"] * head}
     if architecture == "phi3":
         rows = {"attn_qkv": sum(rows.values()), "ffn_up": 2 * inner}
-    else:
+    elif "experts" not in size:
         rows |= {"ffn_gate": inner, "ffn_up": inner}
 
     def matrix(height: int, width: int) -> np.ndarray:
         return (rng.normal(size=(height, width)) * 0.3).astype(np.float32)
+
+    def experts(height: int, width: int) -> np.ndarray:
+        return np.stack([matrix(height, width) for _ in range(size["experts"])])
 
     def norm(width: int) -> np.ndarray:
         return (rng.integers(32, 96, width) / 64).astype(np.float32)  # what every type here holds exactly
@@ -101,11 +110,22 @@ def _tensors(rng: Any, architecture: str, size: dict[str, int], tied: bool, bias
         made["output.weight"] = matrix(len(_tokens()), hidden)
     for block in range(size["blocks"]):
         own = {f"{name}.weight": matrix(height, hidden) for name, height in rows.items()}
-        own |= {"attn_output.weight": matrix(hidden, size["heads"] * head), "ffn_down.weight": matrix(hidden, inner)}
-        own |= {"attn_norm.weight": norm(hidden), "ffn_norm.weight": norm(hidden)}
-        if architecture in ("qwen3", "gemma3"):
+        own |= {"attn_output.weight": matrix(hidden, size["heads"] * head)}
+        if "experts" in size:
+            own |= {
+                "ffn_gate_inp.weight": matrix(size["experts"], hidden),
+                "ffn_down_exps.weight": experts(hidden, inner),
+            }
+            own |= {f"ffn_{name}_exps.weight": experts(inner, hidden) for name in ("gate", "up")}
+        else:
+            own |= {"ffn_down.weight": matrix(hidden, inner)}
+        if not architecture.startswith("olmo"):
+            own |= {"attn_norm.weight": norm(hidden), "ffn_norm.weight": norm(hidden)}
+        if architecture in ("qwen3", "qwen3moe", "gemma3"):
             own |= {"attn_q_norm.weight": norm(head), "attn_k_norm.weight": norm(head)}
-        if architecture == "gemma3":
+        if architecture.startswith("olmo"):
+            own |= {f"{name}_norm.weight": norm(rows[name]) for name in ("attn_q", "attn_k")}
+        if architecture.startswith(("gemma", "olmo")):
             own |= {"post_attention_norm.weight": norm(hidden), "post_ffw_norm.weight": norm(hidden)}
         if architecture == "qwen2" or biased:
             named = [*rows][:3] if architecture == "qwen2" else [*[*rows][:3], "attn_output"]
@@ -129,9 +149,21 @@ def _description(architecture: str, size: dict[str, int]) -> dict[str, Any]:
         "rope.freq_base": 10000.0,
         "vocab_size": len(_tokens()),
     }
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "olmo3"):
         own["attention.sliding_window"] = 16
-    return {"general.name": "tiny", **{f"{architecture}.{key}": value for key, value in own.items()}}
+    if architecture == "gemma2":
+        own |= {"attention.sliding_window": 512, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    if architecture == "granite":
+        own |= {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 4.0}
+    if "experts" in size:
+        own |= {"expert_count": size["experts"], "expert_used_count": 2}
+        own["expert_feed_forward_length"] = own["feed_forward_length"]
+    name = _stored_name(architecture)
+    return {"general.name": "tiny", **{f"{name}.{key}": value for key, value in own.items()}}
+
+
+def _stored_name(architecture: str) -> str:
+    return "olmo2" if architecture == "olmo3" else architecture  # whose sliding window tells it from olmo2
 
 
 def _tokens() -> list[str]:

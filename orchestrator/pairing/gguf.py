@@ -255,7 +255,7 @@ def mlx_bits(kind: str, keep_precision: bool) -> int | None:
 
 
 def convert_tensor(file: GgufFile, name: str, bits: int | None, dtype: str) -> MlxTensor:
-    """Converts a tensor of one or two dimensions to `bits`; None: to `dtype` ("float16", "bfloat16" or "float32").
+    """Converts a tensor to `bits`, row by row; None: to `dtype` ("float16", "bfloat16" or "float32").
 
     Raises:
         ModelError: its type can't be read, or it holds numbers beyond half precision.
@@ -267,7 +267,8 @@ def convert_tensor(file: GgufFile, name: str, bits: int | None, dtype: str) -> M
         dense = np.concatenate([_dequantize(file, name, place.kind, rows).astype(dtype) for rows in pieces])
         return {"weight": dense.reshape(place.shape)}
     quantised = [_to_mlx(file, name, place.kind, rows, bits) for rows in pieces]
-    return {part: np.concatenate([piece[part] for piece in quantised]) for part in quantised[0]}
+    parts = {part: np.concatenate([piece[part] for piece in quantised]) for part in quantised[0]}
+    return {part: rows.reshape(*place.shape[:-1], -1) for part, rows in parts.items()}
 
 
 def _pack_levels(levels: Bytes, bits: int) -> NDArray[np.uint32]:

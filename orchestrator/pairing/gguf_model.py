@@ -25,27 +25,37 @@ from outrider.protocol.errors import ModelError
 MAX_SHARD_BYTES = 2**29
 """Bytes of weights per file; the conversion holds about twice as many in memory."""
 
-_ATTENTION = {
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_FOUR_NORMS = {
     "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NORMS_OF_OUTPUTS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
 }
-_MLP = {
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
+    "ffn_up_exps": "mlp.switch_mlp.up_proj",
+    "ffn_down_exps": "mlp.switch_mlp.down_proj",
+}
+_FUSED = {
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_up": "mlp.gate_up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_FOUR_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_FUSED = {"attn_norm": "input_layernorm", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
-_FUSED_MLP = {"ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 _OUTSIDE_BLOCKS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -65,19 +75,37 @@ class GgufArchitecture:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+_LLAMA = {**_NORMS, **_ATTENTION, **_MLP}
+_GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 ARCHITECTURES = {
-    "llama": GgufArchitecture("llama", "LlamaForCausalLM", {**_ATTENTION, **_MLP}, permuted=True),
-    "mistral": GgufArchitecture("mistral", "MistralForCausalLM", {**_ATTENTION, **_MLP}, permuted=True),
-    "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM", {**_ATTENTION, **_MLP}),
-    "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM", {**_ATTENTION, **_HEAD_NORMS, **_MLP}),
+    "llama": GgufArchitecture("llama", "LlamaForCausalLM", _LLAMA, permuted=True),
+    "mistral": GgufArchitecture("mistral", "MistralForCausalLM", _LLAMA, permuted=True),
+    "smollm3": GgufArchitecture("smollm3", "SmolLM3ForCausalLM", _LLAMA, permuted=True),
+    "granite": GgufArchitecture("granite", "GraniteForCausalLM", _LLAMA, permuted=True),
+    "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM", _LLAMA),
+    "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM", {**_LLAMA, **_HEAD_NORMS}),
+    "qwen3moe": GgufArchitecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", {**_NORMS, **_ATTENTION, **_HEAD_NORMS, **_EXPERTS}
+    ),
+    "gemma2": GgufArchitecture(
+        "gemma2", "Gemma2ForCausalLM", {**_LLAMA, **_FOUR_NORMS}, norms_plus_one=True, settings=_GELU
+    ),
     "gemma3": GgufArchitecture(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_FOUR_NORMS},
+        {**_LLAMA, **_FOUR_NORMS, **_HEAD_NORMS},
         norms_plus_one=True,
-        settings={"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
+        settings=_GELU,
     ),
-    "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM", {**_FUSED, **_FUSED_MLP}),
+    "olmo2": GgufArchitecture("olmo2", "Olmo2ForCausalLM", {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_NORMS_OF_OUTPUTS}),
+    "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM", {**_NORMS, **_FUSED}),
+}
+
+_GRANITE_MULTIPLIERS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
 }
 
 _SAMPLING_KEYS = {
@@ -126,9 +154,10 @@ def _find_architecture(file: GgufFile) -> GgufArchitecture:
     if name not in ARCHITECTURES:
         known = f"{', '.join(ARCHITECTURES)}, or the model in MLX format"
         raise ModelError(f"{file.path} has the architecture {name!r}; expected one of {known}")
-    if file.whole(f"{name}.expert_count", 0):
+    if file.whole(f"{name}.expert_count", 0) and "ffn_gate_exps" not in ARCHITECTURES[name].blocks:
         raise ModelError(
-            f"{file.path} is a mixture of experts, which can't be read from GGUF files; use the model in MLX format"
+            f"{file.path} is a mixture of experts, which can be read from GGUF files only if it is a qwen3moe model;"
+            " use the model in MLX format"
         )
     return ARCHITECTURES[name]
 
@@ -173,7 +202,7 @@ def _convert_tensors(
     heads, kv_heads = _head_counts(file)
     for old, new in names.items():
         place = file.tensors[old]
-        if len(place.shape) > 2:
+        if len(place.shape) > (3 if "_exps." in old else 2):
             raise ModelError(f"{file.path}: the tensor {old} has {len(place.shape)} dimensions; expected 1 or 2")
         if known.norms_plus_one and old.endswith("norm.weight"):
             norm = gguf.convert_tensor(file, old, None, "float32")["weight"] - np.float32(1)
@@ -236,9 +265,30 @@ def _model_config(file: GgufFile, known: GgufArchitecture, dtype: str) -> dict[s
 def _architecture_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that only this architecture has."""
     name, head = file.architecture, config["head_dim"]
-    if name in ("llama", "mistral"):
+    if name in ("llama", "mistral", "smollm3", "granite"):
         biased = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
-        return {key: tensor in file.tensors for key, tensor in biased.items()}
+        has_bias = {key: tensor in file.tensors for key, tensor in biased.items()}
+        multipliers = _GRANITE_MULTIPLIERS if name == "granite" else {}
+        return has_bias | {key: file.number(f"granite.{scale}") for key, scale in multipliers.items()}
+    if name == "qwen3moe":
+        return {
+            "num_experts": file.size("qwen3moe.expert_count"),
+            "num_experts_per_tok": file.size("qwen3moe.expert_used_count"),
+            "moe_intermediate_size": file.size("qwen3moe.expert_feed_forward_length"),
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    if name == "olmo2" and "olmo2.attention.sliding_window" in file.metadata:
+        window = file.size("olmo2.attention.sliding_window")
+        return {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
+    if name == "gemma2":
+        by_heads = config["hidden_size"] // config["num_attention_heads"]  # only for the 27B, which has 46 blocks
+        return {
+            "attn_logit_softcapping": file.number("gemma2.attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": file.number("gemma2.final_logit_softcapping", 30.0),
+            "query_pre_attn_scalar": by_heads if config["num_hidden_layers"] == 46 else head,
+        }
     if name == "gemma3":
         by_heads = config["hidden_size"] // config["num_attention_heads"]  # only for the 27B, which has 62 blocks
         return {

@@ -152,7 +152,7 @@ def test_weights_of_several_files_are_all_loaded(tmp_path, monkeypatch):
     assert mx.array_equal(load(str(folder)).model(mx.array([TEXT])), whole)
 
 
-@pytest.mark.parametrize("architecture", SIZES)
+@pytest.mark.parametrize("architecture", [one for one in SIZES if one != "gemma2"])
 def test_every_architecture_loads_with_an_untied_head(tmp_path, architecture):
     file = write_gguf(tmp_path / "a.gguf", architecture, "Q8_0", tied=False)
     logits = load(str(converted(file))).model(mx.array([TEXT]))
@@ -160,7 +160,7 @@ def test_every_architecture_loads_with_an_untied_head(tmp_path, architecture):
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q4_K", "Q6_K"])
-@pytest.mark.parametrize("architecture", [one for one in SIZES if one != "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])  # those that it reads
 def test_logits_match_transformers(tmp_path, architecture, kind):
     """Held to an independent reader, where torch and accelerate are installed (CONTRIBUTING.md)."""
     torch = pytest.importorskip("torch", reason="transformers reads GGUF files with torch")
@@ -181,7 +181,7 @@ def test_logits_match_transformers(tmp_path, architecture, kind):
 def test_greedy_text_matches_llama_cpp_up_to_near_ties(tmp_path, architecture, kind):
     """llama.cpp itself, where its package is installed (CONTRIBUTING.md); of K-quants it rounds activations, too."""
     xllamacpp = pytest.importorskip("xllamacpp", reason="xllamacpp, which has llama.cpp inside, is not installed")
-    file = write_gguf(tmp_path / "a.gguf", architecture, kind, tied=architecture != "phi3")
+    file = write_gguf(tmp_path / "a.gguf", architecture, kind, tied=architecture not in ("phi3", "olmo2", "olmo3"))
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.verbosity = str(file), 256, 1, False, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1  # its threads spin while they wait for each other
@@ -572,7 +572,7 @@ def test_unknown_architectures_and_types_are_named(tmp_path):
     file = write_gguf(tmp_path / "a.gguf")
     renamed = file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1)
     (tmp_path / "b.gguf").write_bytes(renamed)
-    with pytest.raises(ModelError, match="has the architecture 'mamba'; expected one of llama, mistral, qwen2"):
+    with pytest.raises(ModelError, match="has the architecture 'mamba'; expected one of llama, mistral, smollm3"):
         find_model(str(tmp_path / "b.gguf"))
     at = file.read_bytes().index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 16
     whole = bytearray(file.read_bytes())
