@@ -1,4 +1,4 @@
-"""The syntax of source files, parsed and listed once for all checks of a process."""
+"""Parsed source files, cached for all checks that run in a process."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def parsed(path: Path) -> ast.Module:
 
 @cache
 def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
-    """Returns all nodes of a tree: `ast.walk` takes as long as parsing it."""
+    """Returns all nodes of a tree, cached because `ast.walk` takes as long as parsing does."""
     return tuple(ast.walk(tree))

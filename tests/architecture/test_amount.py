@@ -1,4 +1,4 @@
-"""The size stays bounded: a ceiling for the product, and no small module with a single importer."""
+"""The size of the product: within the ceiling in CHANGELOG.md, and no small module with a single importer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.architecture.syntax import nodes, parsed
 
 ROOT = Path(__file__).parents[2]
 ROOMS = sorted(path.name for path in (ROOT / "outrider").iterdir() if path.is_symlink() and path.name != "models")
-"""What the wheel installs, beside `outrider/` itself; the models come along without code."""
+"""The folders that the wheel installs besides `outrider/` itself. It also installs the models, which have no code."""
 CEILING = re.compile(r"^Product size: at most ([\d,]+) lines in ([\d,]+) files\.$", re.MULTILINE)
 SMALL = 40
 
 
-def product() -> list[Path]:
+def product_files() -> list[Path]:
     found = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
     return sorted([*found, *(ROOT / "outrider").glob("*.py")])
 
@@ -27,7 +27,7 @@ def module_of(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Names of modules, and of what is imported from them, which may be modules."""
+    """Returns the names of imported modules and of the names imported from them, which may be modules too."""
     names: set[str] = set()
     for node in nodes(parsed(path)):
         match node:
@@ -40,16 +40,16 @@ def imported(path: Path) -> set[str]:
 
 def test_product_size_is_within_the_changelog_limit() -> None:
     lines, files = (int(number.replace(",", "")) for number in CEILING.findall((ROOT / "CHANGELOG.md").read_text())[0])
-    modules = product()
+    modules = product_files()
     assert len(modules) <= files, f"{len(modules)} files; merge some, or say why in CHANGELOG.md and raise its ceiling"
     count = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in modules)
     assert count <= lines, f"{count} lines; remove some, or say why in CHANGELOG.md and raise its ceiling"
 
 
 def test_small_modules_have_more_than_one_importer() -> None:
-    """One that has a single importer belongs into it, unless a process begins there, or a package would be missing."""
+    """A small module with one importer belongs in that importer, unless it is an `__init__.py` or a `__main__.py`."""
     importers = defaultdict[str, set[str]](set)
-    modules = {module_of(path): path for path in product()}
+    modules = {module_of(path): path for path in product_files()}
     for name, path in modules.items():
         for other in imported(path) & modules.keys() - {name}:
             importers[other].add(name)
@@ -60,4 +60,4 @@ def test_small_modules_have_more_than_one_importer() -> None:
         and len(path.read_text(encoding="utf-8").splitlines()) < SMALL
         and len(importers[name]) == 1
     }
-    assert not small, f"of fewer than {SMALL} lines, with one importer: {small}"
+    assert not small, f"modules of fewer than {SMALL} lines with one importer: {small}"

@@ -1,4 +1,4 @@
-"""Links in the documents lead somewhere, what they name exists, and the log's index lists each of its entries."""
+"""Links in the documents resolve, names in them exist, and the index of each log page lists all of its entries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from outrider.orchestrator.settings import ServeSettings
 from tests.architecture.syntax import parsed
-from tests.architecture.test_amount import product
+from tests.architecture.test_amount import product_files
 from tools import messages
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ NAME_AFTER_FILE = re.compile(r"`([\w/]+\.py)` \(`([A-Za-z_][\w.]*)`")
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
-    """The sorted words of the project's code and of the paths of its files, from which tests have their names."""
+    """Returns the sorted words in the project's code and in the paths of its files."""
     folders = (
         path
         for path in ROOT.iterdir()
@@ -45,14 +45,14 @@ def names() -> list[str]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def messages_are_collected_once() -> Iterator[None]:
+def cache_messages() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(messages, "find_messages", cache(messages.find_messages))
         yield
 
 
 def anchors(document: Path) -> list[str]:
-    """What GitHub calls the headings of a document, in order."""
+    """Returns GitHub's anchors for the headings of a document, in order."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
@@ -67,9 +67,9 @@ def test_every_link_resolves(document: Path) -> None:
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
-        there = (document.parent / path).resolve() if path else document
-        assert there.exists(), f"{link}: there is no {there.relative_to(ROOT)}"
-        assert not anchor or anchor in anchors(there), f"{link}: {there.relative_to(ROOT)} has no such heading"
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), f"{link}: there is no {target.relative_to(ROOT)}"
+        assert not anchor or anchor in anchors(target), f"{link}: {target.relative_to(ROOT)} has no such heading"
 
 
 NOT_HISTORY = [path for path in DOCUMENTS if "log" not in str(path.relative_to(ROOT)).lower()]
@@ -77,11 +77,11 @@ NOT_HISTORY = [path for path in DOCUMENTS if "log" not in str(path.relative_to(R
 
 @pytest.mark.parametrize("document", NOT_HISTORY, ids=lambda path: str(path.relative_to(ROOT)))
 def test_named_constants_tests_and_modules_exist(document: Path, names: list[str]) -> None:
-    """A name with `...` is the beginning of one. The log and the changelog may name what was removed later."""
+    """A name followed by `...` is a prefix. The log and the changelog may name things that were removed later."""
     text = document.read_text()
     named = re.findall(r"`(?!OTEL_)([A-Z]+_[A-Z_]+|test_[a-z_]+)(?:\.\.\.)?`", text)
-    begun = {name: names[at] if (at := bisect_left(names, name)) < len(names) else "" for name in named}
-    assert [name for name, word in begun.items() if not word.startswith(name)] == []
+    matches = {name: names[at] if (at := bisect_left(names, name)) < len(names) else "" for name in named}
+    assert [name for name, word in matches.items() if not word.startswith(name)] == []
     for module in re.findall(r"python -m (?:outrider\.)?((?:tools|tests|drafters|models)\b[\w.]*)", text):
         path = ROOT / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").exists(), f"there is no module {module}"
@@ -91,11 +91,11 @@ def test_named_constants_tests_and_modules_exist(document: Path, names: list[str
     "path", [*NOT_HISTORY, *sorted((ROOT / "launch").glob("*.sh"))], ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_programs_have_the_flags_that_their_commands_give(path: Path) -> None:
-    """What follows `--` alone belongs to another command."""
+    """Arguments after a separate `--` belong to another command and are not checked."""
     settings = {field.name for field in dataclasses.fields(ServeSettings)}
     for module, rest in PROGRAM.findall(re.sub(r"\s*\\\n\s*", " ", path.read_text())):
-        place = ROOT / module.replace(".", "/")
-        files = [place.with_suffix(".py")] if place.with_suffix(".py").exists() else list(place.rglob("*.py"))
+        base = ROOT / module.replace(".", "/")
+        files = [base.with_suffix(".py")] if base.with_suffix(".py").exists() else list(base.rglob("*.py"))
         source = "".join(file.read_text() for file in files)
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", rest.partition(" -- ")[0]):
             known = f'"{flag}"' in source or flag[2:].replace("-", "_") in settings
@@ -114,9 +114,9 @@ def test_named_modules_have_the_names_that_documents_look_for_there(document: Pa
 
 @pytest.fixture(scope="module")
 def classes() -> dict[str, set[str]]:
-    """The identifiers in each class of the product and in those that it derives from, by its name."""
+    """Returns the identifiers used in each class of the product and in its base classes, by the name of the class."""
     found, bases = dict[str, set[str]](), dict[str, list[str]]()
-    for path in product():
+    for path in product_files():
         for node in parsed(path).body:
             if isinstance(node, ast.ClassDef):
                 inner = list(ast.walk(node))
@@ -137,7 +137,7 @@ def test_named_classes_have_the_named_attributes(document: Path, classes: dict[s
 
 @pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda path: path.stem)
 def test_commands_have_no_comment_and_no_variable_of_several_words(document: Path) -> None:
-    """zsh, the shell of a Mac, takes a comment at the end of an entered line and such a variable as arguments."""
+    """In zsh, the shell of macOS, a comment in an interactive command becomes arguments, and `$X` a single argument."""
     for line in document.read_text().splitlines():
         assert not re.match(r"(    |\w+\$ +)?[\w~./-]*(outrider|launch/|python|pip|brew|scp)\b.* # ", line), line
         assert not re.search(r"`outrider [^`]*\s\$\w", line), line
@@ -155,7 +155,7 @@ def test_messages_page_is_up_to_date() -> None:
 
 
 def test_collected_messages_include_errors_help_log_lines_and_notes() -> None:
-    """One of each kind: raised here, made elsewhere and raised, a flag's help, a log line, a note, the page."""
+    """One example of each kind: an error, a flag's help, a log line, a note, and a text of the chat page."""
     found = {(message.kind, message.text) for message in messages.find_messages()}
     for kind, words in (
         ("errors", "{name} is {plain_repr(value)}; expected True or False"),

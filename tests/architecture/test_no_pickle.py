@@ -18,8 +18,8 @@ FOLDERS = (
 )  # fmt: skip
 
 
-def pickles(tree: ast.Module) -> Iterator[str]:
-    """Where a module touches pickles, and loads of numpy's and torch's that would."""
+def find_pickles(tree: ast.Module) -> Iterator[str]:
+    """Yields each use of pickles in a module, including loads by NumPy and PyTorch that may unpickle."""
     for node in nodes(tree):
         match node:
             case ast.Import(names=names) if {alias.name.split(".")[0] for alias in names} & PICKLES:
@@ -28,7 +28,7 @@ def pickles(tree: ast.Module) -> Iterator[str]:
                 yield f"line {node.lineno}: import"
             case ast.Attribute(attr=name) if name in CALLS:
                 yield f"line {node.lineno}: {name}"
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load")) if not _says(
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load")) if not _has_keyword(
                 node, "weights_only", True
             ):
                 yield f"line {node.lineno}: torch.load"
@@ -36,7 +36,7 @@ def pickles(tree: ast.Module) -> Iterator[str]:
                 yield f"line {node.value.lineno}: allow_pickle"
 
 
-def _says(call: ast.Call, name: str, value: bool) -> bool:
+def _has_keyword(call: ast.Call, name: str, value: bool) -> bool:
     return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in call.keywords)
 
 
@@ -44,7 +44,7 @@ def _says(call: ast.Call, name: str, value: bool) -> bool:
 def test_no_module_uses_pickle(folder):
     trees = {path: parsed(path) for path in (ROOT / folder).rglob("*.py")}
     assert trees
-    assert not {str(path): found for path, tree in trees.items() if (found := list(pickles(tree)))}
+    assert not {str(path): found for path, tree in trees.items() if (found := list(find_pickles(tree)))}
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_no_module_uses_pickle(folder):
     ],
 )
 def test_pickle_check_finds_each_form(source, found):
-    assert len(list(pickles(ast.parse(source)))) == found
+    assert len(list(find_pickles(ast.parse(source)))) == found

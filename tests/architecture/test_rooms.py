@@ -1,4 +1,4 @@
-"""The structural rules that readers rely on: imports point one way, and only the engine side imports MLX."""
+"""The rules of the structure: imports point in one direction, and only the engine's side imports MLX."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ MAY_IMPORT = {
     "outrider": {"protocol", "orchestrator"},
 }
 FOLDERS = set(MAY_IMPORT)
-# Inside a folder: what each of its own may use of the others. What stands beside them is for all, but for these.
-WITHIN = {
+# Inside a folder: which of its other subfolders each subfolder may import. Each may also import the modules beside
+# the subfolders, unless MAY_IMPORT_BESIDE limits them.
+MAY_IMPORT_WITHIN = {
     "orchestrator": {
         "core": {"machine"},
         "front": {"pairing"},
@@ -62,7 +63,7 @@ WITHIN = {
         "commands": {"timing", "comparison"},
     },
 }
-FROM_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set(), "server/model": set()}
+MAY_IMPORT_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set(), "server/model": set()}
 IN_ORDER = {
     "drafters/coreml": (
         "layout", "package", "weights", "converter", "runtimes", "drafter", "trial", "selection",
@@ -73,17 +74,17 @@ IN_ORDER = {
         "redrafter", "trees", "drafter", "early_exit", "load",
     ),
 }  # fmt: skip
-"""The modules of a folder in which each may import only those before it."""
+"""Folders in which each module may import only the modules listed before it."""
 OUTSIDE = {"launch", "tests", "tools", "models", "docs"}
 WITHOUT_MLX = ("protocol", "grammar", "orchestrator", "server", "fleet", "outrider")
 MLX = {"mlx", "mlx_lm"}
-# Who may ask what time it is: to tell people, never to decide. All else is by clocks that nobody can set.
+# Modules that may read the wall clock, to show the time, or the times of files. Others use clocks that can't be set.
 MAY_READ_WALL_CLOCKS = {
-    "engine/ort/sessions.py",  # whether a file is another one than it was
-    "orchestrator/auth.py",  # the same
+    "engine/ort/sessions.py",  # whether a file has changed
+    "orchestrator/auth.py",  # whether a file has changed
     "orchestrator/pairing/chat_template.py",
-    "orchestrator/pairing/pulled.py",  # the same
-    "protocol/digest.py",  # whether a folder of the cache was used lately
+    "orchestrator/pairing/pulled.py",  # whether a file has changed
+    "protocol/digest.py",  # whether a cached folder was used recently
     "protocol/process.py",
     "server/answers/choices.py",
     "server/endpoints/status.py",
@@ -95,14 +96,14 @@ BROAD = {"Exception", "BaseException"}
 MAY_PRINT = ("orchestrator/cli/", "fleet/commands/", "bench/")
 
 every_subfolder = pytest.mark.parametrize(
-    ("house", "folder"), [(h, r) for h, folders in WITHIN.items() for r in folders]
+    ("parent", "folder"), [(parent, folder) for parent, folders in MAY_IMPORT_WITHIN.items() for folder in folders]
 )
 every_folder = pytest.mark.parametrize("folder", MAY_IMPORT)
 
 
 @cache
 def sources(folder: str) -> dict[str, str]:
-    """The folder's files by their path from the root."""
+    """Returns the sources of the folder's files, by their path from the root."""
     paths = sorted((ROOT / folder).rglob("*.py"))
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
 
@@ -113,7 +114,7 @@ def modules(folder: str) -> dict[str, ast.Module]:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """The folder or package of every absolute import, those inside functions too."""
+    """Yields the folder or package of every absolute import, including imports inside functions."""
     for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (folder_of(alias.name) for alias in node.names)
@@ -122,7 +123,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def top_level(tree: ast.AST) -> Iterator[str]:
-    """The first word of every absolute import."""
+    """Yields the top-level package of every absolute import."""
     for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -134,16 +135,16 @@ def folder_of(module: str) -> str:
     return module.removeprefix("outrider.").partition(".")[0]
 
 
-def inner(tree: ast.AST, house: str) -> set[str]:
-    """The next name of every import from `house`: one of its folders, or a module beside them."""
+def inner(tree: ast.AST, parent: str) -> set[str]:
+    """Returns the names imported directly from the package `parent`: its subfolders, and the modules beside them."""
     named = [node for node in nodes(tree) if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module]
-    below = [node.module.removeprefix(f"{house}.") for node in named if node.module.startswith(f"{house}.")]
-    beside = {alias.name for node in named if node.module == house for alias in node.names}
+    below = [node.module.removeprefix(f"{parent}.") for node in named if node.module.startswith(f"{parent}.")]
+    beside = {alias.name for node in named if node.module == parent for alias in node.names}
     return beside | {name.split(".")[0] for name in below}
 
 
 def swallows(handler: ast.ExceptHandler) -> bool:
-    """Catches everything and does not end by raising: the same again, or a named error in its place."""
+    """Whether a handler catches all exceptions and does not end with a `raise`."""
     return is_broad(handler) and not isinstance(handler.body[-1], ast.Raise)
 
 
@@ -153,7 +154,7 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
 
 
 def violations(tree: ast.Module, *, may_print: bool) -> list[str]:
-    """Asserts, prints, and broad handlers that go on as if nothing had happened, with their lines."""
+    """Returns the asserts, the prints and the broad handlers that do not raise, with their lines."""
     found = []
     for node in nodes(tree):
         if isinstance(node, ast.Assert):
@@ -167,8 +168,8 @@ def violations(tree: ast.Module, *, may_print: bool) -> list[str]:
 
 @pytest.mark.parametrize("folder", [folder for folder in MAY_IMPORT if folder != "bench"])
 def test_wall_clocks_are_read_only_to_show_the_time(folder):
-    """`time.time()` and its like are asked only where a person is told the time; files' times by nobody."""
-    asking = set()
+    """Only MAY_READ_WALL_CLOCKS may use `time.time()` and the like, or the times of files."""
+    readers = set()
     for path, tree in modules(folder).items():
         for node in nodes(tree):
             if not isinstance(node, ast.Attribute):
@@ -176,24 +177,24 @@ def test_wall_clocks_are_read_only_to_show_the_time(folder):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
             of_clock = owner in ("time", "datetime", "date") and node.attr in WALL_CLOCKS
             if of_clock or node.attr in ("st_mtime", "st_ctime", "st_mtime_ns"):
-                asking.add(path)
-    assert asking <= MAY_READ_WALL_CLOCKS
+                readers.add(path)
+    assert readers <= MAY_READ_WALL_CLOCKS
 
 
 @every_folder
 def test_folders_import_only_allowed_folders(folder):
-    beyond = (FOLDERS | OUTSIDE) - {folder} - MAY_IMPORT[folder]
-    assert not {path: names for path, tree in modules(folder).items() if (names := set(imported(tree)) & beyond)}
+    forbidden = (FOLDERS | OUTSIDE) - {folder} - MAY_IMPORT[folder]
+    assert not {path: names for path, tree in modules(folder).items() if (names := set(imported(tree)) & forbidden)}
 
 
 @every_subfolder
-def test_subfolders_import_only_allowed_subfolders(house, folder):
-    beside = {path.stem for path in (ROOT / house).glob("*.py")} - {"__init__"}
-    closed = beside - FROM_BESIDE.get(f"{house}/{folder}", beside)
-    beyond = (set(WITHIN[house]) | closed) - {folder} - WITHIN[house][folder]
-    name = f"outrider.{house.replace('/', '.')}"
-    found = modules(f"{house}/{folder}")
-    assert not {path: names for path, tree in found.items() if (names := beyond & inner(tree, name))}
+def test_subfolders_import_only_allowed_subfolders(parent, folder):
+    beside = {path.stem for path in (ROOT / parent).glob("*.py")} - {"__init__"}
+    closed = beside - MAY_IMPORT_BESIDE.get(f"{parent}/{folder}", beside)
+    forbidden = (set(MAY_IMPORT_WITHIN[parent]) | closed) - {folder} - MAY_IMPORT_WITHIN[parent][folder]
+    name = f"outrider.{parent.replace('/', '.')}"
+    found = modules(f"{parent}/{folder}")
+    assert not {path: names for path, tree in found.items() if (names := forbidden & inner(tree, name))}
 
 
 @pytest.mark.parametrize(("folder", "order"), IN_ORDER.items())
@@ -201,10 +202,10 @@ def test_ordered_modules_import_only_earlier_ones(folder, order):
     unordered = {Path(path).stem for path in modules(folder)} ^ {*order, "__init__"}
     assert not unordered, f"{unordered}: enter each module of {folder} in IN_ORDER, after those that it imports"
     for number, name in enumerate(order):
-        beyond = set(order[number:]) & inner(
+        forbidden = set(order[number:]) & inner(
             modules(folder)[f"{folder}/{name}.py"], f"outrider.{folder.replace('/', '.')}"
         )
-        assert not beyond, f"{folder}/{name}.py imports {beyond}"
+        assert not forbidden, f"{folder}/{name}.py imports {forbidden}"
 
 
 @pytest.mark.parametrize("folder", WITHOUT_MLX)
@@ -214,10 +215,8 @@ def test_folders_outside_the_engine_do_not_import_mlx(folder):
 
 @every_folder
 def test_modules_do_not_assert_swallow_exceptions_or_print(folder):
-    complaints = {
-        path: violations(tree, may_print=path.startswith(MAY_PRINT)) for path, tree in modules(folder).items()
-    }
-    assert not {path: lines for path, lines in complaints.items() if lines}
+    found = {path: violations(tree, may_print=path.startswith(MAY_PRINT)) for path, tree in modules(folder).items()}
+    assert not {path: lines for path, lines in found.items() if lines}
 
 
 @every_folder
@@ -237,7 +236,7 @@ sys.exit(", ".join(sorted({"mlx", "mlx_lm"} & set(sys.modules))) or 0)
 
 
 def test_importing_the_orchestrator_does_not_load_mlx():
-    """Not by way of another library either."""
+    """Not even through another library."""
     folders = [f"outrider.{folder}" for folder in ("protocol", "orchestrator", "server", "bench.commands")]
     loaded = subprocess.run(
         [sys.executable, "-c", LOAD_ALL, *folders],
@@ -248,20 +247,20 @@ def test_importing_the_orchestrator_does_not_load_mlx():
 
 @every_folder
 def test_folders_are_imported_only_as_outrider_packages(folder):
-    """What is installed has no other name, and a `protocol.py` of the user's is no folder of ours."""
+    """The wheel has no other names, and `import protocol` could import a file of the user's."""
     beside = (FOLDERS | OUTSIDE) - {"outrider"}
     assert not {path: names for path, tree in modules(folder).items() if (names := set(top_level(tree)) & beside)}
 
 
 def test_every_folder_is_linked_below_outrider():
-    """In a checkout by a link; what is installed is what stands below `outrider/`."""
+    """In a checkout, `outrider/` has a link to each folder. The wheel contains what is below `outrider/`."""
     links = {path.name: path.readlink() for path in (ROOT / "outrider").iterdir() if path.is_symlink()}
     assert links == {folder: Path("..") / folder for folder in (FOLDERS - {"outrider"}) | {"models"}}
     assert all((path.parent / "__init__.py").exists() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 @pytest.mark.parametrize(
-    ("source", "complaint"),
+    ("source", "violation"),
     [
         ("assert x", "assert"),
         ("try: pass\nexcept: pass", "broad except"),
@@ -273,9 +272,9 @@ def test_every_folder_is_linked_below_outrider():
         ("try: pass\nexcept Exception:\n raise_later()", "broad except"),
     ],
 )
-def test_code_checks_find_each_form(source, complaint):
+def test_code_checks_find_each_form(source, violation):
     found = violations(ast.parse(source), may_print=False)
-    assert [line.partition(": ")[2] for line in found] == ([complaint] if complaint else [])
+    assert [line.partition(": ")[2] for line in found] == ([violation] if violation else [])
 
 
 def test_imports_inside_functions_are_found():

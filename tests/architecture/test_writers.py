@@ -20,24 +20,24 @@ WRITERS = {
     "state": "draft_pool",  # of one drafter
     "planning": "planner",
 }
-"""The module that writes a record, by the record's name in `Request` and in code."""
+"""The module that writes each record, by the name of the record in `Request` and in the code."""
 CONTAINER_CHANGES = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "remove", "discard", "clear"}
 
 
 @cache
-def commands() -> set[str]:
-    """The methods that change a record: they return nothing."""
+def mutators() -> set[str]:
+    """Returns the names of the methods that change a record: those that return None."""
     functions = [node for node in ast.walk(modules("orchestrator/core")[REQUEST]) if isinstance(node, ast.FunctionDef)]
     return {one.name for one in functions if isinstance(one.returns, ast.Constant) and one.returns.value is None}
 
 
-def changed(tree: ast.AST) -> Iterator[ast.expr]:
-    """The objects that assignments, deletions and calls of commands change."""
+def changed_objects(tree: ast.AST) -> Iterator[ast.expr]:
+    """Yields the objects that assignments, deletions and calls of mutators change."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del()):
                 target: ast.expr = node
-            case ast.Call(func=ast.Attribute(attr=name)) if name in commands() | CONTAINER_CHANGES:
+            case ast.Call(func=ast.Attribute(attr=name)) if name in mutators() | CONTAINER_CHANGES:
                 target = node.func
             case _:
                 continue
@@ -46,16 +46,16 @@ def changed(tree: ast.AST) -> Iterator[ast.expr]:
             yield target
 
 
-def records(tree: ast.AST) -> set[str]:
-    """The names of the records that a module changes."""
-    names = {getattr(target, "attr", getattr(target, "id", "")).rstrip("_") for target in changed(tree)}
+def changed_records(tree: ast.AST) -> set[str]:
+    """Returns the names of the records that a module changes."""
+    names = {getattr(target, "attr", getattr(target, "id", "")).rstrip("_") for target in changed_objects(tree)}
     return names & set(WRITERS)
 
 
 def test_each_record_of_a_request_has_one_writer() -> None:
     found = defaultdict[str, set[str]](set)
     for path, tree in modules("orchestrator/core").items():
-        for record in records(tree) if path != REQUEST else ():
+        for record in changed_records(tree) if path != REQUEST else ():
             found[record].add(path.removeprefix("orchestrator/core/").removesuffix(".py"))
     assert found == {record: {writer} for record, writer in WRITERS.items()}
 
@@ -76,4 +76,4 @@ def test_each_record_of_a_request_has_one_writer() -> None:
     ],
 )
 def test_changes_of_records_are_found(source: str, record: str | None) -> None:
-    assert (record in records(ast.parse(source))) if record else not records(ast.parse(source))
+    assert (record in changed_records(ast.parse(source))) if record else not changed_records(ast.parse(source))

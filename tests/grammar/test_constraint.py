@@ -1,4 +1,4 @@
-"""The tokens that a grammar allows, compared with a list of all its texts, in any order of queries."""
+"""The tokens that a grammar allows next, compared with those that its list of texts allows, in any order of queries."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def constraint(grammar: Grammar = CHOICE, start: int = 0, ends: Sequence[int] = 
     return found
 
 
-def tokens_of(words: np.ndarray) -> set[int]:
-    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+def unpack_mask(mask: np.ndarray) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
-def fitting(tokens: Sequence[int]) -> set[int]:
-    """What may follow, by trying every token."""
-    return following(b"".join(BYTES[token] for token in tokens))
+def expected_tokens(tokens: Sequence[int]) -> set[int]:
+    """Returns the tokens that may follow, found by trying every token."""
+    return expected_after(b"".join(BYTES[token] for token in tokens))
 
 
 @cache
-def following(before: bytes) -> set[int]:
+def expected_after(before: bytes) -> set[int]:
     found = {
         token
         for token, spelt in enumerate(BYTES)
@@ -54,52 +54,55 @@ def following(before: bytes) -> set[int]:
     return found | ({END} if before in TEXTS else set())
 
 
-def is_right(words: np.ndarray, tokens: Sequence[int]) -> bool:
-    """All that fits; of bytes that must come anyway the library may want the tokenizer's own spelling."""
-    found, fits = tokens_of(words), fitting(tokens)
-    forced = len({BYTES[token][:1] for token in fits}) == 1
-    return found == fits or (forced and len(found) == 1 and found < fits)
+def is_correct(mask: np.ndarray, tokens: Sequence[int]) -> bool:
+    """Whether the mask allows exactly the expected tokens.
+
+    If the next byte is forced, llguidance may allow only the token that the tokenizer itself would use.
+    """
+    found, expected = unpack_mask(mask), expected_tokens(tokens)
+    forced = len({BYTES[token][:1] for token in expected}) == 1
+    return found == expected or (forced and len(found) == 1 and found < expected)
 
 
-def paths(seed: int, count: int) -> list[list[int]]:
-    """Texts by the grammar, each token any that fits."""
+def random_prefixes(seed: int, count: int) -> list[list[int]]:
+    """Returns all prefixes of `count` random texts of the grammar."""
     rng, found = random.Random(seed), []
     for _ in range(count):
         tokens: list[int] = []
         while END not in tokens:
             found.append(list(tokens))
-            tokens.append(rng.choice(sorted(fitting(tokens))))
+            tokens.append(rng.choice(sorted(expected_tokens(tokens))))
     return found
 
 
 def test_only_tokens_that_lead_to_a_text_are_allowed() -> None:
-    texts = paths(1, 8)
+    texts = random_prefixes(1, 8)
     assert len({tuple(text) for text in texts}) > 20
-    for text, words in zip(texts, constraint().allowed(texts), strict=True):
-        assert is_right(words, text), CODEC.decode(tuple(text))
+    for text, mask in zip(texts, constraint().allowed(texts), strict=True):
+        assert is_correct(mask, text), CODEC.decode(tuple(text))
 
 
 def test_allowed_tokens_do_not_depend_on_earlier_queries() -> None:
-    texts = paths(2, 6)
+    texts = random_prefixes(2, 6)
     random.Random(3).shuffle(texts)
     one = constraint()
-    broken = [[5, 6], [*texts[0], 4095, 4095]]
+    invalid = [[5, 6], [*texts[0], 4095, 4095]]
     for text in texts:
-        one.allowed([random.Random(len(text)).choice(broken)])
-        words = one.allowed([text])
-        assert is_right(words[0], text) and (words == constraint().allowed([text])).all()
+        one.allowed([random.Random(len(text)).choice(invalid)])
+        masks = one.allowed([text])
+        assert is_correct(masks[0], text) and (masks == constraint().allowed([text])).all()
 
 
 def test_tokens_before_the_start_are_ignored() -> None:
     prompt = list(CODEC.encode("raise Value, and no grammar", special=False))
-    for text in paths(4, 2):
-        assert is_right(constraint(start=len(prompt)).allowed([prompt + text])[0], text)
+    for text in random_prefixes(4, 2):
+        assert is_correct(constraint(start=len(prompt)).allowed([prompt + text])[0], text)
 
 
 def test_text_that_broke_the_grammar_is_unconstrained() -> None:
     one = constraint()
     assert (one.allowed([[CODEC.encode("print", special=False)[0], 7]]) == 0xFFFFFFFF).all()
-    assert is_right(one.allowed([[]])[0], [])
+    assert is_correct(one.allowed([[]])[0], [])
 
 
 LIST = {"type": "array"}
@@ -122,7 +125,7 @@ LIST = {"type": "array"}
 def test_json_has_at_most_one_space_unless_its_schema_allows_more(
     schema: dict[str, Any], text: str, is_allowed: bool
 ) -> None:
-    """A small model fills its budget with white space wherever it may."""
+    """Otherwise a small model may fill its whole token budget with white space."""
     one, tokens = constraint(Grammar.json_schema(schema)), list(CODEC.encode(text, special=False))
     one.allowed([tokens])
     if is_allowed:
@@ -136,12 +139,12 @@ def test_min_tokens_forbids_an_end_unless_nothing_else_is_allowed() -> None:
     free = COMPILER.constraint(None, (END, 1), 2, min_tokens=3)
     assert free is not None
     for length in range(2, 8):
-        words = tokens_of(free.allowed([[7] * length])[0])
-        assert ({END, 1} <= words) is (length >= 5) and {7, 4095} <= words
+        allowed = unpack_mask(free.allowed([[7] * length])[0])
+        assert ({END, 1} <= allowed) is (length >= 5) and {7, 4095} <= allowed
     choice = COMPILER.constraint(Grammar("regex", "x+|return"), (END,), 0, min_tokens=60)
     assert choice is not None
-    some, whole = (list(CODEC.encode(text, special=False)) for text in ("xx", "return"))
-    assert END not in tokens_of(choice.allowed([some])[0]) and tokens_of(choice.allowed([whole])[0]) == {END}
+    short, complete = (list(CODEC.encode(text, special=False)) for text in ("xx", "return"))
+    assert END not in unpack_mask(choice.allowed([short])[0]) and unpack_mask(choice.allowed([complete])[0]) == {END}
     assert COMPILER.constraint(None, (END,), 0) is None
     with pytest.raises(InvalidRequest, match="min_tokens is 5; expected at most max_tokens, which is 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
@@ -149,8 +152,8 @@ def test_min_tokens_forbids_an_end_unless_nothing_else_is_allowed() -> None:
 
 def test_finished_text_allows_all_end_tokens_and_nothing_else() -> None:
     text = list(CODEC.encode("raise ValueError", special=False))
-    assert tokens_of(constraint(ends=(END, 1)).allowed([text])[0]) == {END, 1}
-    assert tokens_of(constraint(ends=(END, 1)).allowed([[]])[0]).isdisjoint({END, 1})
+    assert unpack_mask(constraint(ends=(END, 1)).allowed([text])[0]) == {END, 1}
+    assert unpack_mask(constraint(ends=(END, 1)).allowed([[]])[0]).isdisjoint({END, 1})
 
 
 def test_a_grammar_is_compiled_once() -> None:
@@ -162,7 +165,7 @@ def test_a_grammar_is_compiled_once() -> None:
     assert len(kept) == compiler.MAX_CACHED_GRAMMARS and (CHOICE, (END,)) in kept
 
 
-# A schema in a grammar in a JSON text, where each may escape characters of the one inside.
+# A JSON text that contains a grammar that contains a schema. Each of them may escape characters of the inner one.
 AS_TEXT = r'{"grammars": [{"lark_grammar": "start: %json {\"m\\u0075ltipleO\u0066\": \n2001\u0031}"}]}'
 
 
@@ -214,7 +217,7 @@ def test_grammar_that_cannot_be_compiled_is_refused_with_a_reason(kind: str, tex
 )
 def test_valid_grammar_is_accepted(kind: str, text: str) -> None:
     check_grammar(Grammar(kind, text))
-    assert tokens_of(constraint(Grammar(kind, text)).allowed([[]])[0])
+    assert unpack_mask(constraint(Grammar(kind, text)).allowed([[]])[0])
 
 
 @pytest.mark.parametrize(
@@ -232,10 +235,10 @@ def test_valid_grammar_is_accepted(kind: str, text: str) -> None:
     ],
 )
 def test_classes_of_a_regular_expression_are_ascii(pattern: str, text: str, is_allowed: bool) -> None:
-    """As in a schema's pattern. Of all scripts' digits a model that wants to write an emoji got legacy ones."""
+    """As in a JSON schema's `pattern`. Some digits of other scripts share their first bytes with emoji."""
     tokens = list(CODEC.encode(text, special=False))
-    next_ones = tokens_of(constraint(Grammar("regex", pattern)).allowed([tokens])[0])
-    assert END in next_ones and (len(next_ones) < len(BYTES)) == is_allowed  # all, after a text that breaks it
+    allowed = unpack_mask(constraint(Grammar("regex", pattern)).allowed([tokens])[0])
+    assert END in allowed and (len(allowed) < len(BYTES)) == is_allowed  # after an invalid text, all are allowed
 
 
 @pytest.mark.parametrize(
@@ -260,15 +263,15 @@ def test_exhausted_limits_are_an_error_and_a_new_text_starts_afresh(monkeypatch:
     for _ in range(2):
         one = own.constraint(hard, (END,), 0)
         assert one is not None
-        fine, bad = [], list(CODEC.encode("go aba", special=False))
-        words = one.allowed([fine, bad])
-        assert (words[1] == 0xFFFFFFFF).all() and not (words[0] == 0xFFFFFFFF).all()
-        one.check(fine)
+        easy, costly = [], list(CODEC.encode("go aba", special=False))
+        masks = one.allowed([easy, costly])
+        assert (masks[1] == 0xFFFFFFFF).all() and not (masks[0] == 0xFFFFFFFF).all()
+        one.check(easy)
         with pytest.raises(InvalidRequest, match="can't be followed after 3 tokens"):
-            one.check(bad)
-        one.allowed([bad])
+            one.check(costly)
+        one.allowed([costly])
         with pytest.raises(InvalidRequest, match="can't be followed"):
-            one.check(bad)
+            one.check(costly)
 
 
 def test_text_after_its_end_is_unconstrained() -> None:
@@ -304,7 +307,7 @@ def test_grammar_may_name_special_tokens_of_the_model(kind: str, text: str) -> N
 
 
 def test_marks_are_added_tokens_that_are_special_or_look_like_tags(tmp_path: Path) -> None:
-    """As the library itself takes them when it reads a tokenizer: no bytes are such a token, and only they are not."""
+    """llguidance classifies them in the same way: a grammar over bytes allows all tokens except for these."""
     added = [("<a>", False), ("[B]", True), ("plain", False), ("<open", False)]
     tokenizer = Tokenizer(models.BPE(vocab={chr(97 + i): i for i in range(26)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
@@ -314,4 +317,4 @@ def test_marks_are_added_tokens_that_are_special_or_look_like_tags(tmp_path: Pat
     assert found == Vocabulary(30, ((26, "<a>"), (27, "[B]")))
     anything = GrammarCompiler(tmp_path).constraint(Grammar("regex", "(?s:.*)"), [27], 0)
     assert anything is not None
-    assert tokens_of(anything.allowed([[]])) == {*range(26), 28, 29, 27}  # the last ends the text
+    assert unpack_mask(anything.allowed([[]])) == {*range(26), 28, 29, 27}  # 27 ends the text

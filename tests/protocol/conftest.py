@@ -20,7 +20,7 @@ from outrider.protocol.sampling import MAX_LOGPROBS, MAX_SEED, SAMPLING_RULES, G
 from outrider.protocol.schema import Array
 
 
-def of_shape(shape: types.Type) -> st.SearchStrategy[Any]:
+def strategy_for_type(shape: types.Type) -> st.SearchStrategy[Any]:
     match shape:
         case types.IntType(ge=int(low), le=int(high)):
             return st.integers(low, high) | st.sampled_from((low, high))
@@ -38,28 +38,28 @@ def of_shape(shape: types.Type) -> st.SearchStrategy[Any]:
             lengths = hnp.array_shapes(min_dims=axes, max_dims=axes, min_side=0, max_side=5)
             return hnp.arrays(dtype, lengths, elements={**low, **finite})
         case types.VarTupleType(item_type=item, max_length=int(limit)):
-            return st.lists(of_shape(item), max_size=min(limit, 5)).map(tuple)
+            return st.lists(strategy_for_type(item), max_size=min(limit, 5)).map(tuple)
         case types.DictType(key_type=key, value_type=value, max_length=int(limit)):
-            return st.dictionaries(of_shape(key), of_shape(value), max_size=min(limit, 5))
+            return st.dictionaries(strategy_for_type(key), strategy_for_type(value), max_size=min(limit, 5))
         case types.TupleType(item_types=items):
-            return st.tuples(*map(of_shape, items))
+            return st.tuples(*map(strategy_for_type, items))
         case types.UnionType(types=(inner, types.NoneType())):
-            return st.none() | of_shape(inner)
+            return st.none() | strategy_for_type(inner)
         case types.UnionType(types=variants):
-            return st.one_of(*map(of_shape, variants))
+            return st.one_of(*map(strategy_for_type, variants))
         case types.StructType(cls=cls) | types.DataclassType(cls=cls):
             narrow = {SamplingParams: sampling, Grammar: grammars}.get(cls)
-            return of_class(cls) if narrow is None else narrow()
+            return strategy_for_class(cls) if narrow is None else narrow()
     raise TypeError(f"{shape} has no bounds")
 
 
-@cache  # what is drawn from again need not be made again
-def of_class(cls: type[Any]) -> st.SearchStrategy[Any]:
-    return st.builds(cls, **{field.name: of_shape(field.type) for field in types.type_info(cls).fields})
+@cache  # building a strategy is slow
+def strategy_for_class(cls: type[Any]) -> st.SearchStrategy[Any]:
+    return st.builds(cls, **{field.name: strategy_for_type(field.type) for field in types.type_info(cls).fields})
 
 
 def sampling() -> st.SearchStrategy[SamplingParams]:
-    """SamplingParams holds itself to narrower ranges than its types say."""
+    """SamplingParams accepts narrower ranges than its field types."""
     return st.builds(
         SamplingParams,
         max_tokens=st.integers(1, 2**31 - 1),
@@ -82,7 +82,7 @@ def grammars() -> st.SearchStrategy[Grammar]:
 
 
 def same(left: object, right: object) -> bool:
-    """Equality that looks into arrays (their == is no bool) and tells 1 from True."""
+    """Whether two messages are equal. Compares the elements of arrays, and 1 does not equal True."""
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         return left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
     if type(left) is not type(right):
@@ -94,13 +94,13 @@ def same(left: object, right: object) -> bool:
 
 @pytest.fixture(scope="session")
 def random_message() -> Callable[[type[Any]], st.SearchStrategy[Any]]:
-    """A strategy for messages of one class."""
-    return of_class
+    """Returns a function from a message class to a strategy for its messages."""
+    return strategy_for_class
 
 
 @pytest.fixture
-def run_and_be_killed() -> Callable[[str, str], None]:
-    """Runs Python code that ends by killing its process, with one argument."""
+def run_until_killed() -> Callable[[str, str], None]:
+    """Returns a function that runs Python code, which kills its own process, with one argument."""
 
     def run(code: str, argument: str) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,4 +1,4 @@
-"""Every message arrives as it was sent, and invalid ones raise at the sender."""
+"""Every message decodes to what was encoded, and encoding an invalid message raises an error."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from outrider.protocol.messages import (
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
 
-EACH = int(os.environ.get("OUTRIDER_FUZZ", "10"))
+EXAMPLES = int(os.environ.get("OUTRIDER_FUZZ", "10"))
 SPAN = Span(1, 2)
 VERIFY = Verify("r", 1, 2, 30, DraftTokens((4, 5, 6)))
 OUTCOME = Outcome("r", 1, 2, 30, 0, 4, SPAN)
 
 
 def prompt(tokens):
-    """A message with one array."""
+    """Returns a message with one array."""
     return Generate("r", None, tokens, SamplingParams())
 
 
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
-@settings(max_examples=EACH, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_message_round_trips_through_the_codec(cls, random_message, same_message, data):
     message = data.draw(random_message(cls))
@@ -197,7 +197,7 @@ for thread in threads:
 
 
 def test_threads_may_read_their_first_messages_at_the_same_time():
-    """msgspec describes a class when it is first read; meanwhile another thread crashed the process."""
+    """msgspec describes a class when a message of it is first decoded, which is not safe in two threads at once."""
     messages = [VERIFY, OUTCOME, Generate("r", "text", None, SamplingParams())]
     sent = "\n".join(bytes(encode(message)[0]).hex() for message in messages)
     for _ in range(3):

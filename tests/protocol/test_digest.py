@@ -1,4 +1,4 @@
-"""Another model has another digest; what the cache no longer needs is removed, and nothing that a process uses."""
+"""Different models have different digests; unused folders of the cache are removed, and folders in use are kept."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def content(cache: Path) -> set[str]:
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next(
-    tmp_path: Path, run_and_be_killed: Callable[[str, str], None]
+    tmp_path: Path, run_until_killed: Callable[[str, str], None]
 ) -> None:
-    run_and_be_killed(KILLED_WHILE_MAKING, str(tmp_path))
+    run_until_killed(KILLED_WHILE_MAKING, str(tmp_path))
     assert content(tmp_path) == {".killed.unfinished"}
     make_cached(tmp_path / "other.1", make_whole, "whole")
     assert content(tmp_path) == {"other.1"}
@@ -87,7 +87,7 @@ def test_cached_folder_stays_while_a_process_uses_it_and_for_a_time(tmp_path: Pa
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as user:
         assert user.stdout is not None and user.stdout.readline() == "True\n"
         for name in ("unused.1", "used.1"):
-            os.utime(tmp_path / name, (0, 0))  # its process has run for long
+            os.utime(tmp_path / name, (0, 0))  # as if they had been used long ago
         make_cached(tmp_path / "new.1", make_whole, "whole")
         assert content(tmp_path) == {"used.1", "lately.1", "new.1"}
         user.communicate("")

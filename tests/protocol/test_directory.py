@@ -1,4 +1,4 @@
-"""A cluster's sockets are in a directory of its own, which only its user may enter and which is removed."""
+"""A cluster's sockets are in a directory that only its user may enter and that is removed when the cluster ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture
 def temporary(short, monkeypatch):
-    """A temporary folder of the test's own."""
+    """Makes an empty folder the system's temporary folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(short))
     return short
 
@@ -70,8 +70,8 @@ def test_socket_directory_is_in_tmp_when_the_temporary_path_can_not_be_an_endpoi
         assert parse_endpoint(private.endpoint("clients"))
 
 
-def test_directory_of_a_killed_process_is_removed_and_a_live_one_is_kept(temporary, run_and_be_killed):
-    run_and_be_killed(KILLED, str(temporary))
+def test_directory_of_a_killed_process_is_removed_and_a_live_one_is_kept(temporary, run_until_killed):
+    run_until_killed(KILLED, str(temporary))
     (left,) = temporary.iterdir()
     (left / "target-0.log").write_text("what a worker wrote there")
     with PrivateDirectory() as first, PrivateDirectory() as second:
@@ -88,7 +88,7 @@ def test_directories_of_users_are_never_removed(temporary):
 
 
 def test_full_disk_error_names_the_place_and_the_remedy(temporary, monkeypatch):
-    def full(*about, **more):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)

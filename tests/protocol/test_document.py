@@ -1,4 +1,4 @@
-"""docs/protocol.md matches the dataclasses."""
+"""docs/protocol.md matches the message classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An endpoint is checked before ZeroMQ uses it, served by one process at a time, and removed."""
+"""An endpoint is checked before ZeroMQ uses it, and served by one process at a time; its files are removed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.protocol.socket_files import MAX_PATH_BYTES
 
 @pytest.fixture
 def sockets():
-    """A maker of ROUTER and DEALER sockets that are closed at the end."""
+    """Returns a function that makes sockets, which are closed after the test."""
     context = zmq.Context()
     made = []
 
@@ -173,15 +173,15 @@ def test_client_waits_while_the_server_does_not_listen(sockets, ipc, short):
 
 
 def test_there_is_a_socket_while_the_server_stops_listening(sockets, ipc, short):
-    """A client that finds none would report that no server is running."""
-    with closing(bind(sockets(), ipc)) as bound, ThreadPoolExecutor(1) as looker:
+    """If there were none, a client would report that no server is running."""
+    with closing(bind(sockets(), ipc)) as bound, ThreadPoolExecutor(1) as executor:
         done = threading.Event()
-        looks = looker.submit(lambda: [(short / "s").is_socket() for _ in iter(done.is_set, True)])
+        checks = executor.submit(lambda: [(short / "s").is_socket() for _ in iter(done.is_set, True)])
         for _ in range(2000):
             bound.stop_listening()
             bound.listen()
         done.set()
-        assert all(looks.result())
+        assert all(checks.result())
 
 
 KILLED = """
@@ -192,8 +192,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_socket_of_a_killed_server_is_taken_over(sockets, ipc, short, run_and_be_killed):
-    run_and_be_killed(KILLED, ipc)
+def test_socket_of_a_killed_server_is_taken_over(sockets, ipc, short, run_until_killed):
+    run_until_killed(KILLED, ipc)
     assert {path.name for path in short.iterdir()} == {"s", "s.lock"}
     with closing(bind(sockets(), ipc)):
         pass
@@ -201,42 +201,42 @@ def test_socket_of_a_killed_server_is_taken_over(sockets, ipc, short, run_and_be
 
 
 def test_at_most_one_thread_holds_a_socket_lock(short):
-    """The holders come and go, so that the lock file is removed while others open it; never do two hold it at once."""
-    path, holding, most = str(short / "s"), [], []
+    """Each thread takes and releases the lock repeatedly, so its file is removed while other threads open it."""
+    path, holders, counts = str(short / "s"), [], []
 
     def contend():
         for _ in range(200):
             try:
-                mine = socket_files.SocketLock(path)
+                lock = socket_files.SocketLock(path)
             except EndpointError:
                 continue
-            holding.append(1)
-            most.append(len(holding))
-            holding.pop()
-            mine.release()
+            holders.append(1)
+            counts.append(len(holders))
+            holders.pop()
+            lock.release()
 
     threads = [threading.Thread(target=contend) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert max(most) == 1
+    assert max(counts) == 1
     assert not list(short.iterdir())
 
 
 def test_lock_file_removed_before_it_is_locked_is_created_again(short, monkeypatch):
     path, flock, removed = str(short / "s"), socket_files.fcntl.flock, []
 
-    def slow(descriptor, how):
+    def remove_then_lock(descriptor, operation):
         if not removed:
             removed.append(os.unlink(f"{path}.lock"))
-        flock(descriptor, how)
+        flock(descriptor, operation)
 
-    monkeypatch.setattr(socket_files.fcntl, "flock", slow)
-    held = socket_files.SocketLock(path)
+    monkeypatch.setattr(socket_files.fcntl, "flock", remove_then_lock)
+    lock = socket_files.SocketLock(path)
     with pytest.raises(EndpointError, match="already served"):
         socket_files.SocketLock(path)
-    held.release()
+    lock.release()
 
 
 def test_live_socket_of_another_program_is_not_taken_over(sockets, ipc, short):
@@ -272,7 +272,7 @@ def test_bind_refused_by_zeromq_is_an_error_and_leaves_no_file(ipc, short):
         handshake_ivl = 30_000
 
         def bind(self, _):
-            os.close(self.use_fd)  # the listener that it was lent
+            os.close(self.use_fd)  # the listening socket that it was given
             raise zmq.ZMQError(13)
 
     for endpoint in ("tcp://127.0.0.1:80", ipc):
@@ -309,12 +309,12 @@ def test_name_with_ipv6_addresses_only_is_connected_by_ipv6(sockets, monkeypatch
 
 def test_oversized_frame_is_dropped_and_other_clients_continue(sockets, ipc, monkeypatch):
     monkeypatch.setattr(endpoints, "MAX_FRAME_BYTES", 1000)
-    server, flooding, honest = sockets(), sockets(zmq.DEALER), sockets(zmq.DEALER)
+    server, excessive, valid = sockets(), sockets(zmq.DEALER), sockets(zmq.DEALER)
     with closing(bind(server, ipc)) as bound:
-        connect(flooding, bound.endpoint)
-        flooding.send(b"x" * 1001)
-        connect(honest, bound.endpoint)
-        honest.send(b"x" * 1000)
+        connect(excessive, bound.endpoint)
+        excessive.send(b"x" * 1001)
+        connect(valid, bound.endpoint)
+        valid.send(b"x" * 1000)
         assert server.poll(10_000) and len(server.recv_multipart()[1]) == 1000
         assert not server.poll(100)
 
@@ -331,7 +331,7 @@ def test_socket_for_other_machines_keeps_its_shorter_handshake(sockets):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
 def test_descriptor_that_now_belongs_to_a_file_is_left_alone(sockets, tmp_path):
-    """A connection may end before it is hung up, and its descriptor may be another file's by then."""
+    """A connection may end before the server closes it, and a file may have its descriptor by then."""
     bound = bind(sockets(), "tcp://127.0.0.1:0")
     with closing(bound), open(tmp_path / "file", "w") as file:
         before = len(os.listdir("/proc/self/fd"))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_installed_extras_are_accepted():
-    for extra in set(version.EXTRA_MODULES) - {"fleet"}:  # ray is no part of the plain tests
+    for extra in set(version.EXTRA_MODULES) - {"fleet"}:  # Ray is not among the requirements of the tests
         version.require_extra(extra, "this")
 
 

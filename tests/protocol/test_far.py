@@ -15,17 +15,17 @@ from outrider.protocol import endpoints
 
 
 class Cable:
-    """Carries bytes to `port`; one that is `cut` keeps all connections and carries nothing. A healed one carries new
-    connections only: what an old one missed, TCP would say again later than anybody waits here."""
+    """A TCP relay to `port`. After `cut`, its connections stay open but carry nothing. After `heal`, it carries new
+    connections only, because TCP would retransmit what old ones missed later than a test waits."""
 
     def __init__(self, port: int) -> None:
         self.connections = 0
         self._port = port
         self._listener = sockets.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self._ways: dict[sockets.socket, sockets.socket] = {}
+        self._peers: dict[sockets.socket, sockets.socket] = {}
         self._dead: set[sockets.socket] = set()
-        self._is_cut = self._over = False
+        self._is_cut = self._closing = False
         self._thread = threading.Thread(target=self._carry)
         self._thread.start()
 
@@ -33,40 +33,40 @@ class Cable:
         self._is_cut = True
 
     def heal(self) -> None:
-        self._dead |= set(self._ways)
+        self._dead |= set(self._peers)
         self._is_cut = False
 
     def close(self) -> None:
-        self._over = True
+        self._closing = True
         self._thread.join()
-        for end in (self._listener, *self._ways):
+        for end in (self._listener, *self._peers):
             end.close()
 
     def _carry(self) -> None:
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(self._listener, selectors.EVENT_READ)
-            while not self._over:
-                for key, _ in waiting.select(0.02):
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._closing:
+                for key, _ in selector.select(0.02):
                     if self._is_cut:
                         threading.Event().wait(0.02)
                     elif key.fileobj is self._listener:
-                        self._accept(waiting)
+                        self._accept(selector)
                     else:
-                        self._pass_on(waiting, key.fileobj)  # type: ignore[arg-type]
+                        self._pass_on(selector, key.fileobj)  # type: ignore[arg-type]
 
-    def _accept(self, waiting: selectors.BaseSelector) -> None:
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         self.connections += 1
-        near, far_end = self._listener.accept()[0], sockets.create_connection(("127.0.0.1", self._port))
-        self._ways |= {near: far_end, far_end: near}
-        for end in (near, far_end):
-            waiting.register(end, selectors.EVENT_READ)
+        near, remote = self._listener.accept()[0], sockets.create_connection(("127.0.0.1", self._port))
+        self._peers |= {near: remote, remote: near}
+        for end in (near, remote):
+            selector.register(end, selectors.EVENT_READ)
 
-    def _pass_on(self, waiting: selectors.BaseSelector, end: sockets.socket) -> None:
+    def _pass_on(self, selector: selectors.BaseSelector, end: sockets.socket) -> None:
         data = b"" if end in self._dead else end.recv(65536)
         if not data:
-            waiting.unregister(end)
-        elif self._ways[end] not in self._dead:
-            self._ways[end].sendall(data)
+            selector.unregister(end)
+        elif self._peers[end] not in self._dead:
+            self._peers[end].sendall(data)
 
 
 @pytest.fixture
@@ -80,8 +80,10 @@ def context() -> Iterator[zmq.Context[Any]]:
 def ends(
     request: pytest.FixtureRequest, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Any, Any, Cable]]:
-    """A ROUTER, a DEALER that it knows as `far`, and what is between; all is quicker by ten times. The ROUTER may
-    still hold the first connection for sound when the second one comes."""
+    """A ROUTER, a DEALER with the identity `far`, and the cable between them. All times are a tenth of the usual ones.
+
+    With "one notices", the ROUTER still considers the first connection alive when the second one arrives.
+    """
     names = "HEARTBEAT_INTERVAL HEARTBEAT_TIMEOUT CONNECT_TIMEOUT RECONNECT_INTERVAL MAX_RECONNECT_INTERVAL"
     for name in (f"{delay}_MS" for delay in names.split()):
         monkeypatch.setattr(endpoints, name, getattr(endpoints, name) // 10)
@@ -98,7 +100,7 @@ def ends(
 
 
 def exchange(dealer: Any, router: Any, word: bytes) -> None:
-    """There and back, as soon as it gets through: a link that is given up takes along what was on its way."""
+    """Sends a word in both directions, repeatedly, because messages are lost when a connection is given up."""
     received = b""
     while received != word:
         dealer.send(word)

@@ -17,7 +17,7 @@ from outrider.protocol.messages import Branch, Branches, Done, Features, Generat
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.version import PROTOCOL_VERSION
 
-EACH = int(os.environ.get("OUTRIDER_FUZZ", "5"))
+EXAMPLES = int(os.environ.get("OUTRIDER_FUZZ", "5"))
 QUIET = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 OUTCOME = Outcome("r", 1, 2, 30, 2, 7, Span(5, 6))
 FEATURES = Features("r", 1, 7, np.zeros((1, 2), np.float16))
@@ -33,8 +33,8 @@ anything = st.recursive(
 )
 
 
-def refuses_by_name(frames):
-    """Decoding either works or raises ProtocolError with a sentence on one line."""
+def is_refused(frames):
+    """Whether decoding raises ProtocolError, whose message must be one line. Other exceptions fail the test."""
     read_request_id(frames)
     try:
         decode(frames)
@@ -45,7 +45,7 @@ def refuses_by_name(frames):
 
 
 def fields_sent(message, **changes):
-    """The fields as the header has them, the type among them, some of them changed."""
+    """Returns the fields in the header of a message, including `type`, with some of them changed."""
     return msgpack.decode(encode(message)[0])[1] | changes
 
 
@@ -61,11 +61,11 @@ def framed(fields, *raw, version=PROTOCOL_VERSION):
 @example([b"\xc1"])
 @example([b"\x92\x01\x82\xa4type\xa5Close\xa7request\xa1\xff"])
 def test_random_frames_are_refused(frames):
-    assert refuses_by_name(frames)
+    assert is_refused(frames)
 
 
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
-@settings(QUIET, max_examples=EACH)
+@settings(QUIET, max_examples=EXAMPLES)
 @given(data=st.data())
 def test_flipped_bits_and_lost_bytes_raise_only_protocol_error(cls, random_message, data):
     frames = [bytes(frame) for frame in encode(data.draw(random_message(cls)))]
@@ -74,22 +74,22 @@ def test_flipped_bits_and_lost_bytes_raise_only_protocol_error(cls, random_messa
         bit = data.draw(st.integers(0, len(frames[which]) * 8 - 1))
         flipped = bytearray(frames[which])
         flipped[bit // 8] ^= 1 << bit % 8
-        refuses_by_name([*frames[:which], bytes(flipped), *frames[which + 1 :]])
+        is_refused([*frames[:which], bytes(flipped), *frames[which + 1 :]])
         cut = [*frames[:which], frames[which][: bit // 8], *frames[which + 1 :]]
-        assert refuses_by_name(cut)
-    assert refuses_by_name(frames[:which])
-    assert refuses_by_name([*frames, b""])
+        assert is_refused(cut)
+    assert is_refused(frames[:which])
+    assert is_refused([*frames, b""])
 
 
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
-@settings(QUIET, max_examples=EACH)
+@settings(QUIET, max_examples=EXAMPLES)
 @given(data=st.data())
 def test_arbitrary_field_values_raise_only_protocol_error(cls, random_message, data):
     header, *raw = [bytes(frame) for frame in encode(data.draw(random_message(cls)))]
     fields = msgpack.decode(header)[1]
     for name in ("type", *cls.__struct_fields__):
-        refuses_by_name(framed(fields | {name: data.draw(anything)}, *raw))
-    refuses_by_name(framed(data.draw(anything), *raw))
+        is_refused(framed(fields | {name: data.draw(anything)}, *raw))
+    is_refused(framed(data.draw(anything), *raw))
 
 
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=MESSAGES)
@@ -195,7 +195,7 @@ def test_missing_or_extra_frames_are_refused():
 
 
 def generate_with(**sampling):
-    """The frames of a Generate with these among its sampling parameters."""
+    """Returns the frames of a Generate message with these sampling parameters."""
     return framed(fields_sent(GENERATE, sampling=fields_sent(GENERATE)["sampling"] | sampling))
 
 
@@ -221,15 +221,15 @@ def test_sampling_of_a_wrong_type_is_a_protocol_error():
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\xdc\x00\x01", b"\xdf\x00\x00\x00\x01\xa1a"])
 def test_deep_nesting_is_refused(opening):
     for depth in (1, 100, 5000):
-        assert refuses_by_name([opening * depth + b"\xc0"])
+        assert is_refused([opening * depth + b"\xc0"])
 
 
 @pytest.mark.parametrize(("claimed", "most"), [(2**32 - 1, 2**20), (60_000, 2**20), (5_000, 2**26)])
 def test_claimed_array_length_allocates_no_memory(claimed, most):
-    """5 KB of nested arrays, each claiming `claimed` items: no memory is taken for what cannot have been sent."""
+    """The message is 5 KB of nested arrays, each of which claims to have `claimed` items."""
     tracemalloc.start()
     try:
-        assert refuses_by_name([(b"\xdd" + claimed.to_bytes(4, "big")) * 1000])
+        assert is_refused([(b"\xdd" + claimed.to_bytes(4, "big")) * 1000])
         assert tracemalloc.get_traced_memory()[1] < most
     finally:
         tracemalloc.stop()

@@ -31,7 +31,7 @@ from outrider.protocol.keys import (
 )
 
 FAR = "tcp://studio.local:5556"
-KEY = "obJWyamd5TelGcsQ+fdYrs7hj+eDvWso+4Z8WFyozGE="  # always the same: the names of cases have it
+KEY = "obJWyamd5TelGcsQ+fdYrs7hj+eDvWso+4Z8WFyozGE="  # fixed, because ids of test cases contain it
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_missing_own_key_error_names_the_command_that_creates_it(tmp_path: Path)
 
 
 def test_folder_of_keys_that_is_a_file_keeps_its_mode(tmp_path: Path) -> None:
-    """Advice to `chmod 700 /etc/passwd` would harm."""
+    """The error must not advise `chmod 700` for a file such as /etc/passwd."""
     file = tmp_path / "passwd"
     file.touch(0o644)
     with pytest.raises(KeyFault, match="Not a directory"):
@@ -169,7 +169,7 @@ def test_invalid_line_of_the_trusted_list_is_named(ring: Keyring) -> None:
 
 
 def test_changes_by_several_processes_at_once_are_all_kept(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reads the list, changes it and writes it again."""
+    """Each process reads the list, changes it and writes it back."""
     write = Keyring._write
 
     def slowly(self: Keyring, *arguments: Any) -> None:

@@ -15,7 +15,7 @@ from outrider.protocol.process import JsonFormatter, current_request
 
 
 def logged(message: str, *values: object, **extra: Any) -> dict[str, Any]:
-    """A record as JSON, which is one line."""
+    """Formats a record as JSON, and checks that it is one line of ASCII."""
     record = logging.getLogger("room").makeRecord("room", logging.WARNING, "", 0, message, values, None, extra=extra)
     line = JsonFormatter("target-0").format(record)
     assert "\n" not in line and line.isascii()
@@ -50,19 +50,21 @@ raise ValueError("bad")
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_process_logs_to_the_server_and_its_errors_also_to_stderr(form: str) -> None:
-    theirs, ours = os.pipe()
-    with os.fdopen(theirs) as shared:
-        line = [sys.executable, "-c", PROGRAM, form, str(ours)]
-        done = subprocess.run(line, pass_fds=(ours,), stderr=subprocess.PIPE, text=True, timeout=200, check=False)
-        os.close(ours)
-        shared_lines = shared.read().splitlines()
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end) as log:
+        command = [sys.executable, "-c", PROGRAM, form, str(write_end)]
+        done = subprocess.run(
+            command, pass_fds=(write_end,), stderr=subprocess.PIPE, text=True, timeout=200, check=False
+        )
+        os.close(write_end)
+        log_lines = log.read().splitlines()
     assert done.returncode == 1 and "lost" in done.stderr and "bad" in done.stderr
-    assert "begun" not in done.stderr and "slow" not in done.stderr  # they would fill the file
+    assert "begun" not in done.stderr and "slow" not in done.stderr  # they would fill the file that stderr goes to
     if form == "text":
-        found = [line.split(" ", 2)[2] for line in shared_lines]
+        found = [line.split(" ", 2)[2] for line in log_lines]
         assert found == ["draft-0 INFO begun", "draft-0 WARNING slow", "draft-0 ERROR lost"]
         return
-    objects = [json.loads(line) for line in shared_lines]
+    objects = [json.loads(line) for line in log_lines]
     assert [one["level"] for one in objects] == ["info", "warning", "warning", "error", "critical"]
     assert "old" in objects[2]["message"] and "ValueError: bad" in objects[4]["message"]
     assert objects[4]["exception"].endswith("ValueError: bad")

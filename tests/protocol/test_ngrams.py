@@ -1,4 +1,4 @@
-"""N-grams: copies of the longest match, or what a table of the model's texts knows; how much of one to verify."""
+"""N-grams: copies of the longest match, tables of a model's texts, and how many tokens of a copy to verify."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_table_is_asked_where_the_text_has_no_copy(tmp_path: Path) -> None:
 
 def test_chain_from_a_table_ends_where_it_becomes_unlikely(tmp_path: Path) -> None:
     found = table({(1,): (1, 0.6)}, tmp_path)
-    assert found.copy([1], 12).chain == (1,) * 3  # 0.6 * 0.6 * 0.6 is above 0.2, once more is not
+    assert found.copy([1], 12).chain == (1,) * 3  # 0.6 ** 3 is above the limit of 0.2, 0.6 ** 4 is not
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "other", "unsorted"])
@@ -130,7 +130,7 @@ def test_damaged_table_is_refused_with_its_name(tmp_path: Path, damage: str) -> 
         NgramTable.load(path)
 
 
-def test_rates_follow_the_copies_of_their_evidence() -> None:
+def test_acceptance_rates_are_kept_by_evidence() -> None:
     rates = CopyAcceptance()
     for _ in range(40):
         assert rates.add(Copy((1, 2, 3), 5), (1, 2, 9)) == 2

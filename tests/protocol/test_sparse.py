@@ -1,4 +1,4 @@
-"""A sparse q travels with its chain; invalid ones and invalid residual settings are refused."""
+"""A sparse q is sent with its chain; an invalid q and invalid settings of residual sampling are refused."""
 
 from __future__ import annotations
 

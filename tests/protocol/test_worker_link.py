@@ -1,4 +1,4 @@
-"""A drafter started by hand outlives its orchestrator: it notices, and joins the next one."""
+"""A worker's link: a drafter that was started by hand notices that its orchestrator is gone, and joins the next one."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Orchestrator:
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.bind(endpoint)
 
-    def hear(self, kind: type[Message]) -> Message:
+    def receive(self, kind: type[Message]) -> Message:
         while True:
             assert self.socket.poll(WAIT_MS), f"no {kind.__name__} came"
             message = decode(self.socket.recv_multipart()[1:])
             if isinstance(message, kind):
                 return message
 
-    def say(self, message: Message, to: bytes = routing_id(7)) -> None:
+    def send(self, message: Message, to: bytes = routing_id(7)) -> None:
         self.socket.send_multipart([to, *encode(message)])
 
     def ping(self, serial: int) -> None:
-        """Asks whether it lives until it has answered: its heartbeat may have to connect first."""
+        """Pings the worker until it answers, because its heartbeat socket may still be connecting."""
         while True:
-            self.say(Ping(serial), heartbeat_id(routing_id(7)))
+            self.send(Ping(serial), heartbeat_id(routing_id(7)))
             if self.socket.poll(50):
                 message = decode(self.socket.recv_multipart()[1:])
                 if isinstance(message, Pong) and message.serial == serial:
@@ -55,7 +55,7 @@ class Orchestrator:
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where all is quicker by ten times; signals are the test's own again afterwards."""
+    """An endpoint for workers, whose idle polls are shortened. Signal handlers are restored after the test."""
     monkeypatch.setattr(worker_link, "IDLE_POLL_MS", 20)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with PrivateDirectory() as directory:
@@ -64,10 +64,10 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         signal.signal(number, handler)
 
 
-def entered(endpoint: str, ping_ms: int = 0, kind: type[WorkerLink] = WorkerLink) -> tuple[Orchestrator, WorkerLink]:
+def join(endpoint: str, ping_ms: int = 0, kind: type[WorkerLink] = WorkerLink) -> tuple[Orchestrator, WorkerLink]:
     orchestrator, link = Orchestrator(endpoint), kind(endpoint, "studio", incarnation=7)
     welcome = Welcome("studio", ping_ms)
-    welcoming = threading.Thread(target=lambda: (orchestrator.hear(Hello), orchestrator.say(welcome)))
+    welcoming = threading.Thread(target=lambda: (orchestrator.receive(Hello), orchestrator.send(welcome)))
     welcoming.start()
     link.enter(HELLO)
     welcoming.join()
@@ -75,13 +75,13 @@ def entered(endpoint: str, ping_ms: int = 0, kind: type[WorkerLink] = WorkerLink
 
 
 def test_worker_that_is_pinged_waits_for_work_indefinitely(endpoint: str) -> None:
-    orchestrator, link = entered(endpoint)
+    orchestrator, link = join(endpoint)
     orchestrator.ping(1)
 
     def work() -> None:
         for serial in range(2, 100):
             orchestrator.ping(serial)
-        orchestrator.say(Close("r"))
+        orchestrator.send(Close("r"))
 
     asking = threading.Thread(target=work)
     with link:
@@ -91,13 +91,13 @@ def test_worker_that_is_pinged_waits_for_work_indefinitely(endpoint: str) -> Non
     orchestrator.close()
 
 
-class Counting(WorkerLink):
-    """Tells how often it has waited in vain since the latest ping."""
+class CountingLink(WorkerLink):
+    """Counts how often it has waited without receiving anything since the latest ping."""
 
-    waited = 0
+    fruitless_waits = 0
 
     def _count_wait(self) -> None:
-        self.waited = self.waited + 1 if self._pings == self._pings_known else 1
+        self.fruitless_waits = self.fruitless_waits + 1 if self._pings == self._pings_known else 1
         super()._count_wait()
 
 
@@ -105,8 +105,8 @@ class Counting(WorkerLink):
 def test_worker_patience_follows_the_welcome_and_not_an_earlier_pause(
     endpoint: str, ping_ms: int, patience: int
 ) -> None:
-    """A link that was cut and healed has had a long gap between two pings; the next cut is noticed all the same."""
-    orchestrator, link = entered(endpoint, ping_ms, Counting)
+    """A long gap between two pings, as after a network failure, does not delay the detection of the next failure."""
+    orchestrator, link = join(endpoint, ping_ms, CountingLink)
     with link:
         orchestrator.ping(1)
         later = threading.Timer(30 * 0.02, orchestrator.ping, (2,))
@@ -115,33 +115,33 @@ def test_worker_patience_follows_the_welcome_and_not_an_earlier_pause(
             link._fetch(wait=True)
         with pytest.raises(OrchestratorGone, match="no longer answers"):
             link.receive(wait=True)
-        assert link.waited == patience  # type: ignore[attr-defined]
+        assert link.fruitless_waits == patience  # type: ignore[attr-defined]
     later.join()
     orchestrator.close()
 
 
 def test_worker_notices_a_lost_orchestrator_and_joins_the_next(endpoint: str) -> None:
-    first, link = entered(endpoint)
+    first, link = join(endpoint)
     with link:
         first.ping(1)
         first.close()
         with pytest.raises(OrchestratorGone, match="no longer answers"):
             link.receive(wait=True)
         second = Orchestrator(endpoint)
-        welcoming = threading.Thread(target=lambda: (second.hear(Hello), second.say(Welcome("draft-1"))))
+        welcoming = threading.Thread(target=lambda: (second.receive(Hello), second.send(Welcome("draft-1"))))
         welcoming.start()
         link.enter(HELLO)
         welcoming.join()
         assert link.name == "draft-1"
         second.ping(1)
-        second.say(Close("r"))
+        second.send(Close("r"))
         assert link.receive(wait=True) == Close("r")
     second.close()
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["while it says HELLO", "before it says HELLO"])
 def test_worker_rejoins_an_orchestrator_that_was_only_paused(endpoint: str, before: bool) -> None:
-    orchestrator, link = entered(endpoint)
+    orchestrator, link = join(endpoint)
     with link:
         orchestrator.ping(1)
         with pytest.raises(OrchestratorGone):
@@ -162,8 +162,8 @@ def test_worker_joins_if_its_first_hello_was_lost(endpoint: str) -> None:
 
     def welcome() -> None:
         for _ in range(2):
-            orchestrator.hear(Hello)
-        orchestrator.say(Welcome("draft-1"), routing_id(link.incarnation))
+            orchestrator.receive(Hello)
+        orchestrator.send(Welcome("draft-1"), routing_id(link.incarnation))
 
     welcoming = threading.Thread(target=welcome, daemon=True)
     welcoming.start()
@@ -175,36 +175,36 @@ def test_worker_joins_if_its_first_hello_was_lost(endpoint: str) -> None:
 
 
 def test_dismissed_worker_raises_orchestrator_gone(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
-    orchestrator, link = entered(endpoint)
+    orchestrator, link = join(endpoint)
     with link:
-        orchestrator.say(Shutdown("it has not answered for 10 s"))
+        orchestrator.send(Shutdown("it has not answered for 10 s"))
         with pytest.raises(OrchestratorGone, match="dismissed this worker: it has not answered"):
             link.receive(wait=True)
-    assert "dismissed" not in caplog.text  # whoever catches it reports it
+    assert "dismissed" not in caplog.text  # whoever catches the exception reports it
     orchestrator.close()
 
 
 def test_shutdown_without_a_reason_is_received_as_shutdown(endpoint: str) -> None:
-    orchestrator, link = entered(endpoint)
+    orchestrator, link = join(endpoint)
     with link:
-        orchestrator.say(Shutdown())
+        orchestrator.send(Shutdown())
         assert link.receive(wait=True) == Shutdown()
     orchestrator.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_worker_reports_its_end(endpoint: str, number: signal.Signals) -> None:
-    orchestrator, link = entered(endpoint)
+    orchestrator, link = join(endpoint)
     with pytest.raises(SystemExit), link:
         signal.raise_signal(number)
         link.receive(wait=True)
-    assert orchestrator.hear(Fault) == Fault(None, "it was stopped")
+    assert orchestrator.receive(Fault) == Fault(None, "it was stopped")
     orchestrator.close()
 
 
 def test_worker_gives_up_when_no_orchestrator_answers(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "MAX_REJOIN_POLLS", 20)
-    orchestrator, link = entered(endpoint)
+    orchestrator, link = join(endpoint)
     with link:
         orchestrator.close()
         with pytest.raises(OrchestratorGone):
