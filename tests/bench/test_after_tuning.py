@@ -1,4 +1,4 @@
-"""After a tuning, `auto` is as fast as the tuned mode, K and B, even if the tuning errs slightly about each mode."""
+"""After a tuning, `auto` is as fast as the best tuned mode, K and B, even if the tuning's rates are slightly wrong."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ERRORS = {"ar": 0.9, "sd": 1.1, "ssd": 0.95}
 
 
 def choices(profile: Profile) -> tuple[TunedArm, ...]:
-    """The best K and B of each mode, of a few that were run."""
-    ways = [("ar", 0, 0), ("sd", 3, 0), ("ssd", 4, 4), ("ssd", 6, 4)]
-    found = [TunedArm(mode, k, b, rate(profile, mode, k or 1, b or 1, 1, tokens=100)) for mode, k, b in ways]
+    """Returns the best K and B of each mode, out of a few that are run."""
+    arms = [("ar", 0, 0), ("sd", 3, 0), ("ssd", 4, 4), ("ssd", 6, 4)]
+    found = [TunedArm(mode, k, b, rate(profile, mode, k or 1, b or 1, 1, tokens=100)) for mode, k, b in arms]
     found.sort(key=lambda choice: -choice.tokens_per_second)
     return tuple(next(choice for choice in found if choice.mode == mode) for mode in ("ar", "sd", "ssd"))
 
@@ -44,7 +44,7 @@ def rate(
 
 
 def tuning_of(profile: Profile, found: tuple[TunedArm, ...]) -> Tuning:
-    """As `tune` would write it, with rates 10 % off."""
+    """Returns the tuning that `tune` would write, with rates that are wrong by up to 10 %."""
     wrong = (replace(c, tokens_per_second=c.tokens_per_second * ERRORS[c.mode]) for c in found)
     rows = tuple((m, profile.target(m)) for m in range(1, 9))
     hit, step_ms = 0.8, profile.draft(1)

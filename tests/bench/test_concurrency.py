@@ -22,7 +22,7 @@ PAIR = Profile(
 )  # fmt: skip
 STEEP = replace(PAIR, name="a target whose rows cost as much as tokens", target=Latency(((1, 10.0), (96, 900.0))))
 NOTHING = replace(PAIR, name="a draft that knows nothing", acceptance=(0.02,), bonus_ranks=())
-# Two x86-64 cores, T = 0.8: forwards with chains in them take a fifth more beside the drafter.
+# Two x86-64 cores, T = 0.8: forwards with chains take 20 % longer while the drafter runs.
 NARROW = Profile(
     "where eight in SSD bring what plain decoding brings", ("none",),
     Latency(((1, 7.1), (4, 9.8), (8, 12.2), (9, 15.0), (16, 19.5), (32, 29.0), (64, 47.7), (128, 85.2))),
@@ -30,7 +30,7 @@ NARROW = Profile(
 )  # fmt: skip
 
 
-# A GPU, whose rows cost little, and a drafter that needs a verify's time for a chain of each of four requests.
+# Rows cost little, as on a GPU. Drafting a chain for each of four requests takes as long as a verify.
 BUSY = Profile(
     "a busy drafter", ("none",), Latency(((1, 20.0), (9, 21.0))), Latency(((1, 4.0), (65, 68.0))), 0.0, (0.8,),
     (0.45, 0.2, 0.1),
@@ -38,18 +38,18 @@ BUSY = Profile(
 
 
 def milliseconds(timings: Sequence[Timings]) -> float:
-    """From the start of the first request to the end of the last."""
+    """Returns the time from the start of the first request to the end of the last."""
     return max(timing.prompt_ms + timing.predicted_ms for timing in timings)
 
 
-def times(
+def batch_times(
     profile: Profile, mode: str, at_once: int, batches: int, tokens: int, memory: Sequence[Tuning] = (), seed: int = 3
 ) -> tuple[list[float], VirtualCluster]:
-    """The milliseconds of each batch of texts, one batch after another on a fresh server."""
+    """Runs batches of requests one after another on a new server. Returns the milliseconds of each, and the server."""
     texts = random_texts(at_once * batches, tokens + 40, seed)
     cluster = VirtualCluster(profile, texts, depth=4, branches=16, hop_ms=0.1, memory=memory)
     groups = [texts[first : first + at_once] for first in range(0, len(texts), at_once)]
-    return [milliseconds(cluster.together(group, tokens, mode)) for group in groups], cluster
+    return [milliseconds(cluster.run_together(group, tokens, mode)) for group in groups], cluster
 
 
 @pytest.mark.parametrize(
@@ -58,32 +58,32 @@ def times(
     ids=lambda case: getattr(case, "name", None),
 )
 def test_auto_is_as_fast_as_the_best_mode_at_any_number_of_requests(profile: Profile, at_once: int, best: str) -> None:
-    """`best`: the fastest mode, by a run of each."""
-    last = {mode: times(profile, mode, at_once, 2, 60)[0][-1] for mode in (best, "auto")}
+    """`best` is the fastest mode, determined by a run of each."""
+    last = {mode: batch_times(profile, mode, at_once, 2, 60)[0][-1] for mode in (best, "auto")}
     assert last["auto"] < last[best] / 0.93
 
 
 def test_requests_do_not_wait_in_turn_for_a_busy_drafter() -> None:
-    """A chain after a miss would come too late in each round, and keep the drafter from growing branches in time."""
-    plain, ssd, auto = (times(BUSY, mode, 4, 3, 60)[0][-1] for mode in ("ar", "ssd", "auto"))
+    """A chain after a miss would arrive too late in each round, and delay the drafter's branches for the next round."""
+    plain, ssd, auto = (batch_times(BUSY, mode, 4, 3, 60)[0][-1] for mode in ("ar", "ssd", "auto"))
     assert ssd < 0.8 * plain and auto < 0.8 * plain
 
 
 @pytest.mark.parametrize("seed", [5, 6])
 def test_successive_batches_in_auto_cost_little_more_than_the_best_mode(seed: int) -> None:
-    """Tries are few, none uses a request that is about to end, and a mode that is only as fast is not preferred.
+    """Trials are few, none uses a request that is about to end, and a mode that is only as fast is not preferred.
 
-    Plain decoding is the best mode; SSD takes 2 % longer.
+    Here plain decoding is the best mode, and SSD takes 2 % longer.
     """
-    plain, auto = (sum(times(NARROW, mode, 8, 3, 96, seed=seed)[0]) for mode in ("ar", "auto"))
+    plain, auto = (sum(batch_times(NARROW, mode, 8, 3, 96, seed=seed)[0]) for mode in ("ar", "auto"))
     assert auto < plain / 0.98
 
 
 @pytest.mark.parametrize(("profile", "mode"), [(PAIR, "ssd"), (NOTHING, "ar")], ids=["PAIR", "NOTHING"])
 def test_first_ten_auto_requests_cost_little_more_than_the_best_mode(profile: Profile, mode: str) -> None:
-    best = sum(times(profile, mode, 1, 10, 64)[0])
-    fresh, cluster = times(profile, "auto", 1, 10, 64)
-    remembered, _ = times(profile, "auto", 1, 10, 64, cluster.rounds.learned())
+    best = sum(batch_times(profile, mode, 1, 10, 64)[0])
+    fresh, cluster = batch_times(profile, "auto", 1, 10, 64)
+    remembered, _ = batch_times(profile, "auto", 1, 10, 64, cluster.rounds.learned())
     assert sum(fresh) < best / 0.95
     assert sum(remembered) < best / 0.95
 
@@ -104,6 +104,6 @@ def test_more_concurrent_requests_get_shorter_chains_and_fewer_branches() -> Non
 
 
 def test_mode_learned_to_be_useless_is_not_tried_first_again() -> None:
-    fresh, cluster = times(NOTHING, "auto", 1, 3, 64)
-    remembered, _ = times(NOTHING, "auto", 1, 1, 64, cluster.rounds.learned())
+    fresh, cluster = batch_times(NOTHING, "auto", 1, 3, 64)
+    remembered, _ = batch_times(NOTHING, "auto", 1, 1, 64, cluster.rounds.learned())
     assert remembered[0] < 0.97 * fresh[0]

@@ -24,8 +24,8 @@ def reply(sent: float, *arrivals: tuple[float, int]) -> Reply:
     return Reply(sent, tuple(Arrival(*arrival) for arrival in arrivals))
 
 
-def crowd(speed: float) -> list[list[Reply]]:
-    """Three rounds of two requests, 4 tokens each in `4 / speed` seconds."""
+def make_rounds(speed: float) -> list[list[Reply]]:
+    """Returns three rounds of two requests, each with 4 tokens in `4 / speed` seconds."""
     return [[reply(n, (n + 1 / speed, 1), (n + 4 / speed, 3)) for _ in range(2)] for n in range(3)]
 
 
@@ -42,7 +42,9 @@ def test_total_rate_spans_first_send_to_last_arrival() -> None:
 
 
 def test_section_compares_modes_with_the_peer_and_auto_with_the_best() -> None:
-    found = make_concurrent_section(2, 0.8, {"ar": crowd(10), "ssd": crowd(20), "auto": crowd(15), "mlx-lm": crowd(40)})
+    found = make_concurrent_section(
+        2, 0.8, {"ar": make_rounds(10), "ssd": make_rounds(20), "auto": make_rounds(15), "mlx-lm": make_rounds(40)}
+    )
     rates = {row.name: row.rate.value for row in found.rows}
     assert rates == pytest.approx({"ar": 20, "ssd": 40, "auto": 30, "mlx-lm": 80})
     assert found.row("ar").against and found.row("ar").against.value == pytest.approx(0.25)
@@ -59,7 +61,7 @@ def test_latency_interval_covers_all_rounds_and_requests() -> None:
 
 
 def test_modes_are_compared_with_the_first_one_without_a_peer(tmp_path: Path) -> None:
-    found = [make_concurrent_section(width, 0.0, {"ar": crowd(10), "sd": crowd(12)}) for width in (1, 2)]
+    found = [make_concurrent_section(width, 0.0, {"ar": make_rounds(10), "sd": make_rounds(12)}) for width in (1, 2)]
     assert found[0].best is None and found[0].baseline == "ar" and found[0].rows[0].against is None
     assert found[0].row("sd").against and found[0].row("sd").against.value == pytest.approx(1.2)
     picture.save(report.draw_concurrent(found, "two ways"), tmp_path / "picture.png")

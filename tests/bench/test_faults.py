@@ -1,4 +1,4 @@
-"""Faults hit only running processes that this cluster has started."""
+"""Injected faults hit only running processes that this cluster has started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated fleet: same seed, same numbers; a lost zone loses no request; flows agree with the real rounds."""
+"""The simulated fleet: a seed determines the results, losing a zone loses no request, flows agree with real rounds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def outcome(real: bool, loss: Loss | None = None, fleet: Fleet = FLEET, traffic:
     return Simulation(fleet, traffic, real, loss).run(4.0)
 
 
-class Silent:
+class SilentMachinery:
     """Accepts requests, and never generates a token."""
 
     busy = 0.0
@@ -65,7 +65,7 @@ def ingress(world: World, router: Router, engines: int, ongoing: int = 2) -> Ing
     made = IngressQueue(world, router, ongoing)
     for number in range(engines):
         engine = Engine(number, 0, 1, world, lambda job: None)
-        engine.machinery = Silent()
+        engine.machinery = SilentMachinery()
         made.engines.append(engine)
     return made
 
@@ -82,7 +82,7 @@ def test_simulation_repeats_with_its_seed_and_differs_with_another(real: bool) -
 
 
 def test_rounds_of_an_engine_run_with_more_drafters_than_a_server_starts() -> None:
-    """The default is ten; a server starts up to eight, and the others join."""
+    """A fleet's default is ten drafters for an engine. A server starts up to eight of them, and the others join."""
     fleet = replace(FLEET, drafters=Fleet((MACHINE,)).drafters, engines=1, active=1)
     assert fleet.drafters > MAX_DRAFTERS
     assert Simulation(fleet, replace(TRAFFIC, seconds=1.0), True).run(2.0).sums
@@ -97,7 +97,7 @@ def test_flow_simulation_agrees_with_the_real_rounds() -> None:
 
 @pytest.mark.parametrize("real", [False, True], ids=["flow", "rounds"])
 def test_losing_a_zone_loses_no_request(real: bool) -> None:
-    """The real rounds compare all tokens with their texts."""
+    """With real rounds, all generated tokens are compared with the texts."""
     found = outcome(real, ZONE)
     broken = [one for one in found.tally.jobs if one.interruptions]
     assert broken and all(one.is_complete for one in broken)
@@ -121,7 +121,7 @@ def test_interrupted_request_waits_until_the_loss_is_noticed() -> None:
 
 
 def test_gaps_of_a_loss_are_of_texts_that_had_begun() -> None:
-    """A request that was lost in the queue, or while its prompt was read, has no text with a gap."""
+    """A request that was interrupted before its first token has no gap in its text."""
     found = outcome(False, ZONE)
     tally = Tally(found.tally.tokens, found.tally.samples, [replace(job("asked"), first=9.0, gap=0.0, interruptions=1)])
     assert "longest gap" not in describe_loss(Outcome(tally, found.sums), ZONE)

@@ -1,4 +1,4 @@
-"""Fleet failures: readers continue at the next ingress, the clockwork sends the time, a table names what differs."""
+"""Fleet failures: readers continue at the next ingress, and a table shows texts that differ and exceeded limits."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ WANTED = WantedText((7, 8), 6, 0.8, 3)
 
 
 @contextmanager
-def ingress(says: int, asked: list[dict[str, Any]]) -> Iterator[str]:
-    """Serves tokens that equal their positions in the text, and closes the stream after `says` tokens."""
+def ingress(limit: int, requests: list[dict[str, Any]]) -> Iterator[str]:
+    """Serves tokens that equal their positions in the text, and closes the stream after `limit` tokens."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked.append(body)
+            requests.append(body)
             self.send_response(200)
             self.end_headers()
             first = len(body["prompt"])
-            for token in range(first, first + min(says, body["max_tokens"])):
+            for token in range(first, first + min(limit, body["max_tokens"])):
                 event = {"choices": [{"text": "", "token_ids": [token]}]}
                 self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            if says >= body["max_tokens"]:
+            if limit >= body["max_tokens"]:
                 self.wfile.write(b"data: [DONE]\n\n")
 
         def log_message(self, *_: object) -> None: ...
@@ -49,7 +49,7 @@ def ingress(says: int, asked: list[dict[str, Any]]) -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_reader_continues_at_the_next_gate() -> None:
+def test_a_reader_continues_at_the_next_ingress() -> None:
     first, second = list[dict[str, Any]](), list[dict[str, Any]]()
     with ingress(4, first) as one, ingress(9, second) as other:
         reader = Reader([one, other], WANTED, "a session")
@@ -60,7 +60,7 @@ def test_a_reader_continues_at_the_next_gate() -> None:
     assert second[0]["seed"] == first[0]["seed"] == 3
 
 
-def test_a_reader_without_any_gate_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_without_any_working_ingress_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.fleet_failures.reader.RETRY_SECONDS", 0.0)
     with ingress(0, []) as url, pytest.raises(BrokenAnswer, match="before its text"):
         Reader([url], WANTED, "").read()

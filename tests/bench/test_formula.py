@@ -1,4 +1,4 @@
-"""A run is compared with the formula, from times in isolation and the run's own mix of rounds."""
+"""The comparison of a run with the formula, which uses times in isolation and the run's own mix of rounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tools.formula import (
 
 VERIFY = Latency(((1, 10.0), (2, 11.0), (3, 12.0), (4, 13.0)))
 ISOLATED = IsolatedTimes(10.0, VERIFY, Latency(((1, 3.0), (3, 5.0))), Latency(((1, 4.0), (3, 8.0))), 0.5)
-# Twenty rounds and the prompt's: 2 of no chain, 8 of two tokens, 10 of three; 5 were asked for. 18 lookups.
+# 20 rounds and the prompt's: 2 without a chain, 8 with two tokens, 10 with three. 5 chains were requested; 18 lookups.
 SSD = Timings(
     predicted_n=51,
     rounds=21,
@@ -74,13 +74,13 @@ def test_slower_verifies_lower_the_share_of_the_prediction() -> None:
 
 
 def test_drafting_longer_than_the_verify_lowers_the_prediction() -> None:
-    tall = replace(ISOLATED, ahead_ms=Latency(((1, 20.0), (3, 40.0))))
+    slow_drafter = replace(ISOLATED, ahead_ms=Latency(((1, 20.0), (3, 40.0))))
     found = summarize_timings([SSD])
     assert (
-        compare_speculative(found, tall, 3, works_ahead=True).predicted
+        compare_speculative(found, slow_drafter, 3, works_ahead=True).predicted
         < compare_speculative(found, ISOLATED, 3, works_ahead=True).predicted
     )
-    assert compare_speculative(found, tall, 3, works_ahead=False) == compare_speculative(
+    assert compare_speculative(found, slow_drafter, 3, works_ahead=False) == compare_speculative(
         found, ISOLATED, 3, works_ahead=False
     )
 

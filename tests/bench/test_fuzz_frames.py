@@ -1,4 +1,4 @@
-"""A short form of the socket fuzzing, and a test that it detects crashes, hangs and disturbances."""
+"""A short run of the socket fuzzers, and tests that they detect crashes, wrong tokens and changed workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fuzz_passes(name: str, seed: int = 1) -> tuple[bool, list[str]]:
 
 @pytest.fixture(autouse=True)
 def skip_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the check of memory out: a run this short proves nothing."""
+    """Disables the memory check, which is meaningless in so short a run."""
     monkeypatch.setattr(fuzz_frames, "held_here", lambda: (1, 1))
 
 
@@ -38,7 +38,7 @@ def test_a_socket_survives_broken_frames(name: str) -> None:
 
 
 def test_mutated_frames_cover_all_message_types() -> None:
-    """Some still decode as messages, most do not."""
+    """Some mutated frames still decode as messages; most do not."""
     mutator, kinds, refused = Mutator(random.Random(1), list(MESSAGES)), set(), 0
     for _ in range(700):
         try:
@@ -49,11 +49,11 @@ def test_mutated_frames_cover_all_message_types() -> None:
 
 
 def test_fuzzer_detects_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = workers_socket.target
+    correct_target = workers_socket.target
     calls = count()
 
     def wrong_target(message: Message) -> list[Message]:
-        answers = honest(message)
+        answers = correct_target(message)
         wrong = [replace(one, bonus=one.bonus + 1) for one in answers if isinstance(one, Outcome)]
         return wrong if next(calls) > 5 else answers
 
@@ -63,17 +63,17 @@ def test_fuzzer_detects_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fuzzer_detects_a_worker_that_answers_differently_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, answers = WorkerFuzz._honest, iter(range(100))
+    original, numbers = WorkerFuzz._honest, iter(range(100))
 
     def changed_answers(fuzzed: WorkerFuzz) -> list[object]:
-        return [*honest(fuzzed), next(answers)]
+        return [*original(fuzzed), next(numbers)]
 
     monkeypatch.setattr(WorkerFuzz, "_honest", changed_answers)
     assert not fuzz_passes("target")[0]
 
 
 def test_fuzzer_does_not_hide_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(self: SentTasks, request: object, from_target: bool, *about: object) -> str:
+    def crash(self: SentTasks, request: object, from_target: bool, *_: object) -> str:
         if not from_target:
             raise ZeroDivisionError
         return ""

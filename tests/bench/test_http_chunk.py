@@ -14,7 +14,7 @@ from tools.http_chunk import Costs, report, start_side
 def test_side_completes_and_measures_each_text() -> None:
     with start_side(PACKAGE_FOLDER.parent, {}) as helper:
         costs = [helper.ask({"tokens": 2, "gap_ms": 1.0, "chunks": chunks}) for chunks in (1, 5)]
-    assert costs[0]["chunks"] == 1 and 1 <= costs[1]["chunks"] <= 5  # chunks that come together leave together
+    assert costs[0]["chunks"] == 1 and 1 <= costs[1]["chunks"] <= 5  # chunks that arrive together are sent together
     assert all(cost["cpu_ms"] > 0 for cost in costs)
 
 

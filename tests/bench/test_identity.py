@@ -1,4 +1,4 @@
-"""The judge of identity distinguishes equal texts, ties and differences."""
+"""The comparison of texts distinguishes equal texts, ties and differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASE = Case(Prompt("code", 0, "x"), (1, 2), SamplingParams(max_tokens=3))
 DIFFERENCE = Difference(3, 6, 5, 0.5, 1e-4)
 
 
-def judged(monkeypatch: pytest.MonkeyPatch, report: Report) -> Judge:
+def compare_texts(monkeypatch: pytest.MonkeyPatch, report: Report) -> Judge:
     monkeypatch.setattr(identity, "certify", lambda *_: report)
     judge = Judge(print)
     judge.compare("alone", "T=0", CASE, (4, 5, 6))
@@ -28,18 +28,18 @@ def judged(monkeypatch: pytest.MonkeyPatch, report: Report) -> Judge:
 
 
 def test_later_texts_are_compared_with_the_first_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = judged(monkeypatch, Report(3, 3, (), (), 1024))
+    judge = compare_texts(monkeypatch, Report(3, 3, (), (), 1024))
     assert [judge.tallies[row, "T=0"].same for row in ("alone", "same", "other")] == [1, 1, 0]
 
 
 def test_a_difference_within_rounding_is_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = judged(monkeypatch, Report(3, 2, (DIFFERENCE,), (), 1024))
+    judge = compare_texts(monkeypatch, Report(3, 2, (DIFFERENCE,), (), 1024))
     assert judge.tallies["other", "T=0"].ties == 1
     assert "1 by a tie" in table(judge)
 
 
 def test_a_difference_beyond_rounding_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = judged(monkeypatch, Report(3, 2, (), (DIFFERENCE,), 1024))
+    judge = compare_texts(monkeypatch, Report(3, 2, (), (DIFFERENCE,), 1024))
     assert len(judge.tallies["other", "T=0"].different) == 1
     assert "1 DIFFERENT" in table(judge)
 

@@ -1,4 +1,4 @@
-"""A paced worker's forwards end at the times of the profile's machine; late work is reported."""
+"""A paced worker's forwards end at the times of the profile's machine; run_late work is reported."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LATENCY = Latency(((1, 10.0), (5, 14.0)))
 
 
 class Clock:
-    """Seconds that pass when somebody works or naps."""
+    """A clock in seconds that advances only when a test changes `now` or `sleep` is called."""
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.naps: list[float] = []
+        self.sleeps: list[float] = []
 
     def __call__(self) -> float:
         return self.now
 
-    def nap(self, seconds: float) -> None:
-        self.naps.append(seconds)
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
         self.now += seconds
 
 
@@ -46,7 +46,7 @@ def reports():
 
 @pytest.fixture
 def pace(clock, reports):
-    return Pace(LATENCY, clock.nap, clock, reports.append)
+    return Pace(LATENCY, clock.sleep, clock, reports.append)
 
 
 def test_forward_takes_the_time_of_the_profile(clock, pace):
@@ -55,7 +55,7 @@ def test_forward_takes_the_time_of_the_profile(clock, pace):
     pace.end(3, ready)
     pace.wait()
     assert clock.now == pytest.approx(100.012)
-    assert clock.naps == [pytest.approx(0.008)]
+    assert clock.sleeps == [pytest.approx(0.008)]
 
 
 def test_forwards_in_a_row_take_the_sum_of_their_times(clock, pace):
@@ -87,11 +87,11 @@ def test_idle_time_before_a_forward_is_not_made_up_for(clock, pace):
 
 def test_wait_without_a_forward_takes_no_time(clock, pace):
     pace.wait()
-    assert clock.naps == []
+    assert clock.sleeps == []
 
 
-def late(clock, pace, seconds, times):
-    for _ in range(times):
+def run_late(clock, pace, seconds, count):
+    for _ in range(count):
         ready = clock.now
         clock.now += 0.010 + seconds
         pace.end(1, ready)
@@ -99,24 +99,24 @@ def late(clock, pace, seconds, times):
 
 
 def test_forwards_slower_than_the_profile_are_reported_each_time(clock, pace, reports):
-    late(clock, pace, 0.003, 8)
+    run_late(clock, pace, 0.003, 8)
     (report,) = reports
     assert report.startswith(TIMES_NOT_KEPT) and "forwards ended 24 ms late in 80 ms" in report
-    late(clock, pace, 0.003, 8)
+    run_late(clock, pace, 0.003, 8)
     assert len(reports) == 2
 
 
 def test_occasional_late_forwards_are_not_reported(clock, pace, reports):
-    late(clock, pace, 0.015, 1)
-    late(clock, pace, -0.005, 300)
-    late(clock, pace, 0.015, 1)
+    run_late(clock, pace, 0.015, 1)
+    run_late(clock, pace, -0.005, 300)
+    run_late(clock, pace, 0.015, 1)
     assert not reports
-    late(clock, pace, 0.015, 9)
+    run_late(clock, pace, 0.015, 9)
     assert reports
 
 
 def test_forwards_slightly_slower_than_the_profile_are_reported_at_last(clock, pace, reports):
-    late(clock, pace, 0.0005, 120)
+    run_late(clock, pace, 0.0005, 120)
     assert reports
 
 

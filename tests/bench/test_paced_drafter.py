@@ -1,4 +1,4 @@
-"""A paced drafter proposes the same as the drafter inside, at the times of the profile's machine."""
+"""A paced drafter proposes what the drafter inside it proposes, at the times of the profile's machine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def nap(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         self.now += seconds
 
 
 def test_forward_takes_its_time_once_its_result_is_read():
     clock = Clock()
     inner = ReplayDrafter(Script((TEXT,), (1.0,), (), 64))
-    paced = PacedDrafter(inner, PROFILE.name, Pace(PROFILE.draft, clock.nap, clock), clock)
+    paced = PacedDrafter(inner, PROFILE.name, Pace(PROFILE.draft, clock.sleep, clock), clock)
     tree = paced.open(TEXT[:4], SamplingParams())
     nodes = tree.feed([tree.root] * 3, [5, 6, 7])
     assert clock.now == 0.0, "feeding is lazy"
@@ -37,7 +37,7 @@ def test_forward_takes_its_time_once_its_result_is_read():
     tree.best(nodes)
     assert round(clock.now, 6) == 0.008
     tree.candidates(nodes, 3)
-    assert round(clock.now, 6) == 0.008, "what is computed is not computed again"
+    assert round(clock.now, 6) == 0.008, "a forward is not computed twice"
 
 
 def test_replay_errs_at_the_rate_of_the_profile():

@@ -1,4 +1,4 @@
-"""Peers' processes get what their runner needs."""
+"""The processes of peers, such as llama.cpp, get the right arguments."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_llama_cpp_gets_the_file_the_threads_and_its_speculation(monkeypatch: py
 
 
 def test_no_gguf_file_is_downloaded_for_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only llama.cpp reads it; the conversion, which mlx-lm reads, may be all that is left in the cache."""
+    """Only llama.cpp reads the file. The cache may contain only the converted model, which mlx-lm reads."""
 
     def download(_: object) -> NoReturn:
         pytest.fail("a file was downloaded")

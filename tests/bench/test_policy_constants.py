@@ -1,4 +1,4 @@
-"""The measure of the policy's constants: rounds in arithmetic that repeat exactly, and a changed value of each."""
+"""The measurement of the policy's constants: simulated rounds repeat exactly, and each constant has other values."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_plain_decoding_takes_the_machines_time() -> None:
 
 
 def test_auto_loses_little_with_a_useless_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain decoding and copies are the best fixed plans then."""
+    """With such a draft, plain decoding and n-gram copies are the best fixed plans."""
     monkeypatch.setattr(policy_constants, "fixed_plans", lambda _: [Arm("ar", 1), Arm("sd", 4, 16, NGRAM)])
     place = next(index for index, scene in enumerate(SCENES) if scene.kinds == USELESS_DRAFT_TEXTS and not scene.tuned)
     rate, plans = measure_scene((POLICY, place, 1, find_best_arms(SCENES[place], 1)))
-    without = sum(n for plan, n in plans.items() if plan.mode == "ar" or plan.drafter == NGRAM)
-    assert rate > 0.93 and without > 0.8 * plans.total()
+    without_draft = sum(n for plan, n in plans.items() if plan.mode == "ar" or plan.drafter == NGRAM)
+    assert rate > 0.93 and without_draft > 0.8 * plans.total()
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(PolicyConstants)])
@@ -59,7 +59,7 @@ def test_every_constant_is_measured_with_other_values(name: str) -> None:
 def test_changed_constants_change_what_auto_does() -> None:
     try:
         use_constants(replace(POLICY, stay_margin=100.0))
-        stubborn = play_scene(CROWDS, 1).plans
+        changed = play_scene(CROWDS, 1).plans
     finally:
         use_constants(POLICY)
-    assert stubborn != play_scene(CROWDS, 1).plans
+    assert changed != play_scene(CROWDS, 1).plans

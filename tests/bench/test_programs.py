@@ -1,4 +1,4 @@
-"""Programs are compared with the scripted model's answers; differences and failures are reported. Needs no program."""
+"""The check of third-party programs reports answers that differ from the scripted model's. Needs no program."""
 
 from __future__ import annotations
 

@@ -18,22 +18,22 @@ TEXT = PROMPT + tuple(random.Random(1).randrange(1, 300) for _ in range(6000))
 
 def test_acceptance_by_position_and_bonus_rank_follow_the_script() -> None:
     drafter = ReplayDrafter(Script((TEXT,), (0.9, 0.6), (0.5, 0.25), 300))
-    held, tried, ranks = [0, 0], [0, 0], [0, 0, 0]
+    accepted, tried, ranks = [0, 0], [0, 0], [0, 0, 0]
     tree = drafter.open(PROMPT, SamplingParams())
     for position in range(len(PROMPT), 5000):
         first = tree.best([tree.root])[0]
         tried[0] += 1
-        held[0] += first == TEXT[position]
+        accepted[0] += first == TEXT[position]
         if first == TEXT[position]:
             node = tree.feed([tree.root], [None])
             tried[1] += 1
-            held[1] += tree.best(node)[0] == TEXT[position + 1]
+            accepted[1] += tree.best(node)[0] == TEXT[position + 1]
         else:
             others = [c.token for c in tree.candidates([tree.root], 4)[0]][1:]
             ranks[others.index(TEXT[position]) if TEXT[position] in others else 2] += 1
         tree.commit(tree.feed([tree.root], [TEXT[position]]))
-    assert abs(held[0] / tried[0] - 0.9) < 0.02
-    assert abs(held[1] / tried[1] - 0.6) < 0.03
+    assert abs(accepted[0] / tried[0] - 0.9) < 0.02
+    assert abs(accepted[1] / tried[1] - 0.6) < 0.03
     assert abs(ranks[0] / sum(ranks) - 0.5) < 0.07
     assert abs(ranks[1] / sum(ranks) - 0.25) < 0.07
 

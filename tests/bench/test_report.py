@@ -20,12 +20,12 @@ RUNS["ar"] = [
 ]
 
 
-def made() -> list[report.Section]:
+def make_sections() -> list[report.Section]:
     return report.make_sections(RUNS, ["code", "json", "code"], 0.8, 1, 10**6)
 
 
 def test_a_table_has_rates_ratios_and_notes_about_our_runners() -> None:
-    first, *_ = made()
+    first, *_ = make_sections()
     table = report.format_section(first)
     assert "all, T = 0.8: 3 prompts, 0% of 4-grams repeated; 1 BLAS thread per worker" in table
     row = next(line for line in table.splitlines() if line.startswith("| ssd"))
@@ -35,7 +35,7 @@ def test_a_table_has_rates_ratios_and_notes_about_our_runners() -> None:
 
 
 def test_each_class_has_a_table_of_its_prompts_without_notes() -> None:
-    for section, kind, count in zip(made()[1:], ("code", "json"), (2, 1), strict=True):
+    for section, kind, count in zip(make_sections()[1:], ("code", "json"), (2, 1), strict=True):
         assert (section.kind, section.prompts, section.notes) == (kind, count, ())
         assert [row.name for row in section.rows] == ["mlx-lm", "auto", "ssd K=3", "sd model K=3", "ar"]
         assert len({line.count("|") for line in report.format_section(section).splitlines() if "|" in line}) == 1
@@ -43,7 +43,7 @@ def test_each_class_has_a_table_of_its_prompts_without_notes() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_picture_is_drawn_for_any_number_of_tables(tmp_path: Path, count: int) -> None:
-    figure = report.draw(made()[:1] * count, "test")
+    figure = report.draw(make_sections()[:1] * count, "test")
     assert sum(axes.get_visible() for axes in figure.axes) == count
     picture.save(figure, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -51,9 +51,9 @@ def test_picture_is_drawn_for_any_number_of_tables(tmp_path: Path, count: int) -
 
 def test_unwritable_picture_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="can't be written"):
-        picture.save(report.draw(made(), "test"), tmp_path / "missing" / "bench.png")
+        picture.save(report.draw(make_sections(), "test"), tmp_path / "missing" / "bench.png")
 
 
 def test_kind_of_picture_that_matplotlib_does_not_write_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"can't be written to .*bench\.doc: .*not supported"):
-        picture.save(report.draw(made(), "test"), tmp_path / "bench.doc")
+        picture.save(report.draw(make_sections(), "test"), tmp_path / "bench.doc")

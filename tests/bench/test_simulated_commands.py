@@ -1,4 +1,4 @@
-"""A simulated run that could not keep its profile gives no figures; what can't be simulated is refused."""
+"""A simulated run that can't keep the times of its profile fails, and what can't be simulated is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ NAME = Profile.read(PROFILE).name
 SCRIPT = {"texts": [[1, 2, 3]], "acceptance": [0.5], "bonus_ranks": [], "vocab_size": VOCAB_SIZE}
 
 
-class Notes:
+class RecordingLink:
+    """A worker's link that records the notes that are sent."""
+
     name = "target-0"
 
     def __init__(self) -> None:
@@ -42,26 +44,26 @@ class Notes:
         self.sent.append(message)
 
 
-def late() -> Notes:
-    notes = Notes()
-    report_too_slow(cast(Link, notes), f"{TIMES_NOT_KEPT}: 30 ms late")
-    return notes
+def report_late_worker() -> RecordingLink:
+    link = RecordingLink()
+    report_too_slow(cast(Link, link), f"{TIMES_NOT_KEPT}: 30 ms late")
+    return link
 
 
 def test_run_that_missed_the_times_of_its_profile_fails() -> None:
     failed = f"the simulation failed: target-0: {TIMES_NOT_KEPT}: 30"
     with pytest.raises(WorkerError, match=failed), simulated_machine(PROFILE):
-        assert late().sent == [WorkerNote(f"{TIMES_NOT_KEPT}: 30 ms late")]
+        assert report_late_worker().sent == [WorkerNote(f"{TIMES_NOT_KEPT}: 30 ms late")]
     with simulated_machine(PROFILE) as check:
         check()
-        late()
+        report_late_worker()
         with pytest.raises(WorkerError, match=failed):
             check()
         check()
 
 
 def test_late_worker_of_another_server_reports_to_its_requests_only() -> None:
-    assert late().sent
+    assert report_late_worker().sent
 
 
 def test_workers_get_their_options_and_leave_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,13 +103,13 @@ def test_unusable_files_are_refused_before_anything_starts(
 )
 def test_target_that_drafts_or_feeds_a_head_is_refused(given: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="heads and colocate can't be simulated"):
-        load_worker(PROFILE, argparse.Namespace(**given), None, cast(WorkerLink, Notes()))
+        load_worker(PROFILE, argparse.Namespace(**given), None, cast(WorkerLink, RecordingLink()))
 
 
 def test_cluster_runs_the_workers_of_the_profile(random_pair: Callable[..., Pair]) -> None:
     pair = random_pair()
     with (
-        suppress(WorkerError),  # at the end, on a busy machine
+        suppress(WorkerError),  # raised at the end if this machine is too busy to keep the times
         simulated_machine(PROFILE),
         LocalCluster(model=pair.target, draft_model=pair.draft, memory=False) as cluster,
     ):
@@ -120,7 +122,7 @@ def test_cluster_runs_the_workers_of_the_profile(random_pair: Callable[..., Pair
 
 
 def test_drafter_with_a_script_replays_its_texts(tmp_path: Path) -> None:
-    """And needs no model, though a server names one; it reports the script in its place."""
+    """It needs no model, although the server names one, and reports the script as its model."""
     script = tmp_path / "script.json"
     script.write_text(json.dumps(SCRIPT))
     own = argparse.Namespace(profile=PROFILE, script=script)
@@ -134,17 +136,17 @@ def test_drafter_with_a_script_replays_its_texts(tmp_path: Path) -> None:
     assert tree.candidates([tree.root], 1)
 
 
-def outcome_of(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tools.simulation", *arguments]
     return subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=200)
 
 
 def test_command_and_its_arguments_follow_the_profile() -> None:
-    ran = outcome_of(str(PROFILE), "--", "pairs")
+    ran = run_command(str(PROFILE), "--", "pairs")
     assert ran.returncode == 0 and "smollm2" in ran.stdout
 
 
 def test_missing_profile_is_refused_in_a_sentence() -> None:
-    ran = outcome_of("/no/such.json", "--", "serve")
+    ran = run_command("/no/such.json", "--", "serve")
     assert ran.returncode == InvalidRequest.exit_code
     assert ran.stderr == "python -m tools.simulation: profile /no/such.json can't be read: No such file or directory\n"

@@ -1,4 +1,4 @@
-"""The arithmetic agrees with the formula where that is exact, and with the real rounds in virtual time."""
+"""The simulator agrees with the formula where the formula is exact, and with the real rounds in virtual time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_ssd_over_sd_is_one_plus_t_sd_with_sure_hits_and_hidden_drafting(depth: 
 
 
 def test_round_time_is_that_of_a_tree_longer_than_the_verify() -> None:
-    """Full depth waits for it: K + 1 forwards, for the chain's last token is fed with the first."""
+    """With full depth, a round waits for the whole tree, which takes K + 1 forwards."""
     slow = replace(SURE, draft=Latency(((1, 3.0),)))
     assert rate(slow, Policy("ssd", 4, 8, anytime=False)) == pytest.approx(1000 * 5 / 15.0, rel=0.01)
 
@@ -97,14 +97,14 @@ def test_no_extension_of_the_papers_policy_costs_speed(profile: Path) -> None:
 
 
 def test_branches_for_full_acceptance_arrive_with_the_second_forward() -> None:
-    """Here just after the verify: without waiting for it, every outcome of a sure drafter misses."""
+    """Here that is just after the verify. Without waiting, every outcome of a drafter that is always right misses."""
     late = replace(SURE, draft=Latency(((1, 6.0),)))
     policy = Policy("ssd", 1, 4, filled=False, hoping=False)
     assert Simulator(late, policy).run(TOKENS).hit_rate < 0.01
 
 
 def test_an_outcome_waits_for_branches_on_their_way() -> None:
-    """The second forward, with the branches of full acceptance, comes just after the verify."""
+    """The second forward, with the branches for full acceptance, ends just after the verify."""
     late = replace(MACHINE, draft=Latency(((1, 4.9),)), link_ms=0.2)
     policy = Policy("ssd", 2, 8)
     assert rate(late, policy) > 1.1 * rate(late, replace(policy, hoping=False))
@@ -127,7 +127,7 @@ CASES = [
 
 
 def luck_of(script: Script, text: tuple[int, ...]) -> Luck:
-    """The replay drafter's outcomes for `text`."""
+    """Returns where the replay drafter is right about `text`, and the rank of the right token where it is not."""
     tree = ReplayDrafter(script).open(text[:PROMPT_TOKENS], SamplingParams())
     draws, ranks = [], []
     for token in text[PROMPT_TOKENS:]:
@@ -140,9 +140,9 @@ def luck_of(script: Script, text: tuple[int, ...]) -> Luck:
 
 @pytest.mark.parametrize(("profile", "policy"), CASES, ids=lambda case: getattr(case, "name", str(case))[:60])
 def test_simulator_agrees_with_the_real_rounds(profile: Profile, policy: Policy) -> None:
-    """With the same outcomes: whether a proposal is right is drawn by position and token, so equally for both.
+    """Both have the same outcomes, because position and token determine whether a proposal is right.
 
-    Real rounds may have fewer branches where that costs no tokens per second, and then some fewer hits.
+    Real rounds may use fewer branches where that costs no speed, and then have slightly fewer hits.
     """
     tokens = 500
     texts = random_texts(2, tokens + 60)
@@ -167,19 +167,19 @@ def test_runs_in_virtual_time_repeat_exactly() -> None:
 
 def test_auto_tries_plain_decoding_only_briefly_when_speculation_wins() -> None:
     cluster = VirtualCluster(SURE, random_texts(3, 1200), depth=4, branches=8)
-    plain, longest, tell = [], [], cluster.send_target
+    starts, lengths, send_target = [], [], cluster.send_target
 
-    def note(message: Message) -> None:
+    def record_plain_rounds(message: Message) -> None:
         if isinstance(message, Verify) and message.autonomous:
-            plain.append(message.round)
-        elif isinstance(message, Verify) and plain:
-            longest.append(message.round - plain.pop())
-        tell(message)
+            starts.append(message.round)
+        elif isinstance(message, Verify) and starts:
+            lengths.append(message.round - starts.pop())
+        send_target(message)
 
-    cluster.send_target = note  # type: ignore[method-assign]
+    cluster.send_target = record_plain_rounds  # type: ignore[method-assign]
     for text in random_texts(3, 1200):
         cluster.run(text, 1000, "auto")
-    assert longest and max(longest) < POLICY.episode_rounds
+    assert lengths and max(lengths) < POLICY.episode_rounds
 
 
 def test_a_text_that_is_too_short_is_an_error() -> None:

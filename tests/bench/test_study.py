@@ -1,4 +1,4 @@
-"""Predictions follow the formula, statistics match their definitions, and a picture needs rounds."""
+"""Predicted rates follow the formula, statistics match their definitions, and pictures and traces are complete."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def test_turnaround_slows_ssd_but_not_plain_decoding() -> None:
 
 
 def test_mixed_rate_is_total_tokens_over_total_time() -> None:
-    """Theorem 7 term by term: a hit of 10 ms, a requested chain (4 ms more), a tree longer than the verify."""
+    """Theorem 7 by term: a hit of 10 ms, a chain on request (4 ms more), a tree that takes longer than the verify."""
     slow = replace(FLAT, tree_ms=lambda depth: 4.0 * depth, turnaround_ms=1.0)
-    hit, asking, late = (
+    hit, requested, late = (
         RoundKind(0.5, 4, 3.0, ahead=2),
         RoundKind(0.3, 4, 3.0, requested=3),
         RoundKind(0.2, 4, 2.0, ahead=3),
     )
-    assert [round_ms(slow, kind) for kind in (hit, asking, late)] == [11.0, 15.0, 13.0]
-    assert mixed_rate(slow, [hit, asking, late]) == pytest.approx((0.8 * 3.0 + 0.2 * 2.0) / (5.5 + 4.5 + 2.6))
+    assert [round_ms(slow, kind) for kind in (hit, requested, late)] == [11.0, 15.0, 13.0]
+    assert mixed_rate(slow, [hit, requested, late]) == pytest.approx((0.8 * 3.0 + 0.2 * 2.0) / (5.5 + 4.5 + 2.6))
 
 
 @pytest.mark.parametrize(("hit", "turnaround_ms"), [(0.0, 0.0), (0.6, 0.4), (1.0, 2.0)])
@@ -109,7 +109,7 @@ def test_repeated_share_detects_a_looping_text() -> None:
     assert repeated_share(list(range(80))) == 0.0
 
 
-def traced(path: Path) -> None:
+def write_trace(path: Path) -> None:
     trace = Trace(path)
     for number in range(1, 20):
         start = number * 12_000_000
@@ -126,7 +126,7 @@ def record(number: int, lookup: str = "hit", source: str = "cache", *drafting: D
 
 
 def test_trace_has_perfetto_events(tmp_path: Path) -> None:
-    traced(tmp_path / "trace.json")
+    write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -162,17 +162,17 @@ def test_the_legend_has_the_colours_of_the_bars() -> None:
 
 @pytest.fixture
 def overlap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], int]:
-    """`outrider overlap --out PATH` with a made trace instead of a measurement."""
+    """Returns a function that runs `outrider overlap --out PATH` with fixed results instead of measurements."""
 
-    def real_rounds(_options: Any, _prompt: str, trace: Path, _screen: Any) -> list[RoundRecord]:
-        traced(trace)
+    def fake_rounds(_options: Any, _prompt: str, trace: Path, _screen: Any) -> list[RoundRecord]:
+        write_trace(trace)
         return list(map(record, range(1, 20)))
 
     measured = Overlap(
         verify=10.0, ahead=4.0, both=11.0, verify_in_both=10.5, ahead_in_both=4.5, depth=4, branches=16, rounds=3
     )
     monkeypatch.setattr("outrider.bench.commands.overlap._measure", lambda *_: measured)
-    monkeypatch.setattr("outrider.bench.commands.overlap._run_ssd_rounds", real_rounds)
+    monkeypatch.setattr("outrider.bench.commands.overlap._run_ssd_rounds", fake_rounds)
     return lambda out: main(["overlap", "--out", str(out)])
 
 

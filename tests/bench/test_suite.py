@@ -1,4 +1,4 @@
-"""A suite's ratios by class, and the requests to and answers of llama.cpp."""
+"""Ratios by class of a suite, the runners of each setting, the llama.cpp peer, and the memory footprint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def runs(*rates: float) -> list[Run]:
 
 
 CLASSES = ["chat", "editing", "chat", "editing"]
-MADE = {
+RUNS = {
     "ar": runs(50, 50, 50, 50),
     "sd model K=2": runs(40, 100, 40, 100),
     "sd n-gram K=3": runs(60, 60, 60, 60),
@@ -49,7 +49,7 @@ MADE = {
 
 
 @pytest.mark.parametrize(
-    ("question", "kind", "against", "value"),
+    ("name", "kind", "against", "value"),
     [
         ("ar over llama.cpp, same number of threads", "all", "llama.cpp, 1 thread", 50 / 40),
         ("ssd over ar", "editing", "ar", 3),
@@ -66,20 +66,20 @@ MADE = {
         ("auto over the best of mlx-lm", "all", "mlx-lm sd K=2", 9.6),
     ],
 )
-def test_each_ratio_is_against_the_best_of_its_class(question: str, kind: str, against: str, value: float) -> None:
-    found = next(one for one in report.compare_families(MADE, CLASSES, 1) if (one.name, one.kind) == (question, kind))
+def test_each_ratio_is_against_the_best_of_its_class(name: str, kind: str, against: str, value: float) -> None:
+    found = next(one for one in report.compare_families(RUNS, CLASSES, 1) if (one.name, one.kind) == (name, kind))
     assert found.against == against
     assert found.value.value == pytest.approx(value)
 
 
 def test_a_ratio_without_contestants_is_left_out() -> None:
-    found = report.compare_families({"ar": MADE["ar"], "auto": MADE["auto"]}, CLASSES, 1)
+    found = report.compare_families({"ar": RUNS["ar"], "auto": RUNS["auto"]}, CLASSES, 1)
     assert {one.name for one in found} == {"auto over the best mode"}
     assert "| auto over the best mode | 1.92 [1.60, 2.40] | 1.60 | 2.40 | ar |" in report.format_ratios(found)
 
 
 class SettingsOnlyCluster:
-    """Accepts a cluster's arguments, and starts nothing."""
+    """Checks a cluster's settings, and starts nothing."""
 
     notes = ("no draft model: it can't draft",)
 
@@ -113,9 +113,7 @@ def test_only_modes_the_pair_supports_are_compared(
     drafts = {"draft_model": "draft"} if backend == "mlx" else {}
     given = {"model": "target", "draft_backend": backend, **drafts}
     with ExitStack() as stack:
-        found = runners_module.RunnerFamilies(
-            stack, given, ServeSettings(**given), [2], ChosenPeers(), lambda said: None
-        )
+        found = runners_module.RunnerFamilies(stack, given, ServeSettings(**given), [2], ChosenPeers(), lambda _: None)
         names = [name for family in found.families for name in family]
     assert [name for name in names if "colocated" not in name] == modes
 
@@ -124,16 +122,14 @@ def test_only_modes_the_pair_supports_are_compared(
 def test_settings_of_the_drafter_are_left_out_where_it_is_left_out(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They exclude a cluster that drafts with n-grams alone, or without them."""
+    """A cluster that drafts with n-grams only, or without n-grams, would refuse some of these settings."""
     monkeypatch.setattr(runners_module, "LocalCluster", SettingsOnlyCluster)
     monkeypatch.setattr(runners_module, "pin_process", lambda pid, core: None)
     given = {"model": "target", "draft_model": "draft", **more}
     with ExitStack() as stack:
-        found = runners_module.RunnerFamilies(
-            stack, given, ServeSettings(**given), [2], ChosenPeers(), lambda said: None
-        )
+        found = runners_module.RunnerFamilies(stack, given, ServeSettings(**given), [2], ChosenPeers(), lambda _: None)
     assert {"sd model K=2", "sd n-gram K=2", "ssd K=2"} <= {name for family in found.families for name in family}
-    assert list(found.notes) == ["no draft model: it can't draft"]  # each once
+    assert list(found.notes) == ["no draft model: it can't draft"]  # without repetitions
 
 
 def test_prompts_go_through_the_chat_template_or_are_texts_to_continue(tmp_path: Path) -> None:
@@ -175,7 +171,7 @@ def test_peers_that_are_not_installed_are_left_out_with_a_note(monkeypatch: pyte
 
 
 class Parameters(SimpleNamespace):
-    """Parameters whose parts are created on access."""
+    """llama.cpp's parameters, whose nested parts are created on access."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -185,64 +181,64 @@ class Parameters(SimpleNamespace):
 
 
 class FakeServer:
-    """Sends four tokens, of which the middle two arrive together."""
+    """A llama.cpp server that sends four tokens, of which the middle two arrive together."""
 
     def __init__(self, given: Any) -> None:
         self.given = given
 
-    def handle_completions(self, asked: dict[str, Any], hear: Any = None) -> Any:
-        self.asked = asked
-        if hear is None:
+    def handle_completions(self, request: dict[str, Any], on_chunk: Any = None) -> Any:
+        self.request = request
+        if on_chunk is None:
             return {"timings": {"predicted_n": 4, "predicted_ms": 1500.0}}
         for count in (1, 3, 3, 4):
-            assert hear({"timings": {"predicted_n": count}}) is False
-        assert hear({"choices": []}) is False
+            assert on_chunk({"timings": {"predicted_n": count}}) is False
+        assert on_chunk({"choices": []}) is False
         return None
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The program with another llama.cpp."""
+def peer_module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the llama.cpp peer, with a fake llama.cpp."""
     names = [one.kind for one in (*SPECULATIONS, *DRAFT_SPECULATIONS)]
     kinds = SimpleNamespace(**{f"COMMON_SPECULATIVE_TYPE_{n.upper().replace('-', '_')}": n for n in names})
     fake = SimpleNamespace(Server=FakeServer, CommonParams=Parameters, common_speculative_type=kinds)
     monkeypatch.setitem(sys.modules, "xllamacpp", fake)
     monkeypatch.delitem(sys.modules, "outrider.bench.comparison.llama_cpp_peer", raising=False)
-    import outrider.bench.comparison.llama_cpp_peer as program
+    import outrider.bench.comparison.llama_cpp_peer as peer_module
 
-    yield program
+    yield peer_module
     sys.modules.pop("outrider.bench.comparison.llama_cpp_peer")
 
 
-def started(program: Any, **more: Any) -> Any:
-    return program.LlamaCpp(**{"model": "m.gguf", "draft_model": None, "threads": 2, "slots": 3, **more})
+def start_peer(peer_module: Any, **more: Any) -> Any:
+    return peer_module.LlamaCpp(**{"model": "m.gguf", "draft_model": None, "threads": 2, "slots": 3, **more})
 
 
-def test_llama_cpp_peer_uses_our_sampling_and_no_prompt_cache(program: Any) -> None:
-    peer = started(program)
+def test_llama_cpp_peer_uses_our_sampling_and_no_prompt_cache(peer_module: Any) -> None:
+    peer = start_peer(peer_module)
     found = peer.run([1, 2], 4, 0.8, 7, False)
     assert (found["count"], found["decode_seconds"]) == (4, 1.5)
-    asked, given = peer._server.asked, peer._server.given
-    assert (asked["temperature"], asked["seed"], asked["samplers"]) == (0.8, 7, ["temperature"])
-    assert (asked["cache_prompt"], asked["ignore_eos"], asked["max_tokens"]) == (False, False, 4)
+    request, given = peer._server.request, peer._server.given
+    assert (request["temperature"], request["seed"], request["samplers"]) == (0.8, 7, ["temperature"])
+    assert (request["cache_prompt"], request["ignore_eos"], request["max_tokens"]) == (False, False, 4)
     assert (given.model.path, given.n_parallel, given.cpuparams.n_threads, given.cpuparams_batch.n_threads) == (
         "m.gguf",
         3,
         2,
         2,
     )
-    assert given.n_ctx == 3 * program.SLOT_CONTEXT_TOKENS
+    assert given.n_ctx == 3 * peer_module.SLOT_CONTEXT_TOKENS
 
 
-def test_llama_cpp_tokens_are_counted_as_they_arrive(program: Any) -> None:
-    replies = started(program).batch([[1], [2]], 4, 0.0, 0)["replies"]
+def test_llama_cpp_tokens_are_counted_as_they_arrive(peer_module: Any) -> None:
+    replies = start_peer(peer_module).batch([[1], [2]], 4, 0.0, 0)["replies"]
     assert [[count for _, count in reply["arrivals"]] for reply in replies] == [[1, 2, 1]] * 2
     assert all(reply["sent"] <= reply["arrivals"][0][0] for reply in replies)
 
 
 @pytest.mark.parametrize("speculation", [*SPECULATIONS, *DRAFT_SPECULATIONS], ids=lambda one: one.name)
-def test_each_kind_of_speculation_has_its_own_parameters(program: Any, speculation: Any) -> None:
-    given = started(program, **asdict(speculation), draft_model="d.gguf")._server.given
+def test_each_kind_of_speculation_has_its_own_parameters(peer_module: Any, speculation: Any) -> None:
+    given = start_peer(peer_module, **asdict(speculation), draft_model="d.gguf")._server.given
     assert given.speculative.types == [speculation.kind]
     part = {"ngram-cache": "draft", "draft-simple": "draft"}.get(speculation.kind, speculation.kind.replace("-", "_"))
     found = getattr(given.speculative, part)
@@ -252,9 +248,9 @@ def test_each_kind_of_speculation_has_its_own_parameters(program: Any, speculati
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_footprint_includes_the_memory_of_child_processes() -> None:
-    hold = "import sys; kept = b'x' * (40 << 20); print('ready', flush=True); sys.stdin.read()"
-    below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
-    with subprocess.Popen([sys.executable, "-c", below], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    child = "import sys; kept = b'x' * (40 << 20); print('ready', flush=True); sys.stdin.read()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         found = footprint.peak_memory(process.pid, lambda: None)
         process.communicate()
@@ -263,7 +259,7 @@ def test_footprint_includes_the_memory_of_child_processes() -> None:
 
 
 def test_footprint_on_a_mac_is_resident_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """macOS tells only root the memory that another process does not share."""
+    """On macOS only root may read how much memory another process does not share."""
 
     def deny(process: psutil.Process) -> None:
         raise psutil.AccessDenied(process.pid)

@@ -1,4 +1,4 @@
-"""What tune measures of each arm, from the rounds of a scripted server in virtual time."""
+"""`outrider tune`: what it measures of each arm and recommends, with a scripted server in virtual time."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ def curve(*points: tuple[int, float]) -> Latency:
 
 @dataclass
 class Machine:
-    """A server in virtual time. A drafted token takes `step_ms`, one of all branches twice that. `right`: how many
-    tokens of a chain are accepted, by drafter; others draft nothing. `slower`: a verify while the drafter works."""
+    """A server in virtual time.
+
+    Drafting a token takes `step_ms`, and a token of all branches twice that. `right` has how many tokens of a chain are
+    accepted, by drafter; other drafters draft nothing. A verify takes `slower` times as long while the drafter works.
+    """
 
     verify: Latency = field(default_factory=lambda: curve((1, 10.0), (4, 12.5)))
     step_ms: float = 2.0
@@ -63,21 +66,21 @@ class Machine:
     ) -> Any:  # fmt: skip
         self.texts.append((text, Arm(mode, num_draft_tokens or 0, branches or 0, drafter)))
         depth = num_draft_tokens or 0 if drafter in self.right else 0
-        held = min(self.right.get(drafter, 0), depth)
-        count = max(sampling.max_tokens // (held + 1), 1)
+        accepted = min(self.right.get(drafter, 0), depth)
+        count = max(sampling.max_tokens // (accepted + 1), 1)
         verify_ms = self.verify(depth + 1) * (self.slower if mode == "ssd" else 1.0)
         chain_ms = depth * self.step_ms if mode == "sd" else 0.0
         round_ms = self.plain_ms or verify_ms if mode == "ar" else verify_ms + chain_ms + (0.5 if not drafter else 0.0)
         self.now_ns += int(count * round_ms * MS)
         record = RoundRecord(
-            1, "none", "none", depth, held, held + 1, Span(0, int(verify_ms * MS)),
+            1, "none", "none", depth, accepted, accepted + 1, Span(0, int(verify_ms * MS)),
             Span(0, int((chain_ms + 0.5) * MS)), tuple(self._drafting(mode, depth, branches or 0, drafter)),
         )  # fmt: skip
         hits = round(count * self.hits)
         timings = Timings(
-            predicted_n=count * (held + 1) + 1, predicted_ms=count * round_ms, rounds=count + 1,
-            predicted_per_second=1000 * (held + 1) / round_ms,
-            accepted_by_position=tuple(count * (i < held) for i in range(depth)),
+            predicted_n=count * (accepted + 1) + 1, predicted_ms=count * round_ms, rounds=count + 1,
+            predicted_per_second=1000 * (accepted + 1) / round_ms,
+            accepted_by_position=tuple(count * (i < accepted) for i in range(depth)),
             drafted_by_position=(count,) * depth, looked_up_by_accepted=(count,) * (mode == "ssd"),
             hits_by_accepted=(hits,) * (mode == "ssd"), turnaround_ms=(0.4,) * hits if mode == "ssd" else (),
         )  # fmt: skip
@@ -99,14 +102,14 @@ class Stream:
         yield SimpleNamespace(rounds=self._rounds)
 
 
-def measured(machine: Machine, arms: Sequence[Arm] = WORKER) -> ArmCosts:
+def measure(machine: Machine, arms: Sequence[Arm] = WORKER) -> ArmCosts:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", lambda: machine.now_ns)
         client: Any = machine
         return measure_arms(client, arms, TEXTS, SamplingParams(), lambda _: None)
 
 
-def verdict(found: ArmCosts) -> str:
+def recommendation(found: ArmCosts) -> str:
     return tune._recommend(found)[-1]
 
 
@@ -114,17 +117,17 @@ def verdict(found: ArmCosts) -> str:
 @pytest.mark.parametrize("right", [0, 99])
 def test_measuring_takes_about_a_minute_on_any_machine(factor: float, right: int) -> None:
     machine = Machine(curve((1, 10 * factor), (4, 12 * factor)), 4 * factor, {"": right})
-    found = measured(machine)
+    found = measure(machine)
     assert machine.now_ns / 1e9 < 1.5 * BUDGET_SECONDS
     assert set(found.arms) == set(WORKER) and found.arms[PLAIN_ARM].summary.runs == max(
         one.summary.runs for one in found.arms.values()
     )
-    assert verdict(found).endswith("Recommended: --mode ar") is (right == 0)
+    assert recommendation(found).endswith("Recommended: --mode ar") is (right == 0)
 
 
 def test_every_k_and_b_is_measured_in_turn() -> None:
     machine = Machine(curve((1, 1.0)), 0.1)
-    measured(machine)
+    measure(machine)
     assert {(arm.depth, arm.branches) for arm in WORKER if arm.mode == "ssd"} == {
         (k, b) for k in DEPTHS for b in BRANCHES
     }
@@ -132,7 +135,7 @@ def test_every_k_and_b_is_measured_in_turn() -> None:
 
 
 def test_measured_costs_equal_those_of_the_scripted_rounds() -> None:
-    found = measured(Machine())
+    found = measure(Machine())
     assert found.step_ms == pytest.approx(10.0)
     assert found.verify_ms.points == tuple(
         (rows, pytest.approx(Machine().verify(rows))) for rows in (1, 2, 3, 5, 7, 16)
@@ -141,11 +144,11 @@ def test_measured_costs_equal_those_of_the_scripted_rounds() -> None:
     assert found.link_ms == pytest.approx(0.5)
     assert found.tree_ms.points == tuple((b, pytest.approx(4.0)) for b in BRANCHES)  # without each round's first
     assert found.turnaround_ms == pytest.approx(0.4)
-    assert measured(Machine(hits=0.0)).turnaround_ms == 0.3
+    assert measure(Machine(hits=0.0)).turnaround_ms == 0.3
 
 
 def test_record_orders_arms_by_rate_and_has_acceptance_by_position() -> None:
-    record = measured(Machine(hits=0.5)).record(0.8)
+    record = measure(Machine(hits=0.5)).record(0.8)
     assert [(one.mode, one.depth) for one in record.choices] == [("ssd", 2), ("sd", 2), ("ar", 0)]
     assert all(one.measured for one in record.choices)
     assert record.acceptance == (1.0, 1.0, 0.0)
@@ -153,29 +156,29 @@ def test_record_orders_arms_by_rate_and_has_acceptance_by_position() -> None:
 
 
 def test_ar_is_recommended_when_a_row_costs_as_much_as_a_token() -> None:
-    found = measured(Machine(curve((1, 10.0), (4, 40.0))))
-    assert verdict(found).startswith("speculation does not pay: ssd reaches ")
+    found = measure(Machine(curve((1, 10.0), (4, 40.0))))
+    assert recommendation(found).startswith("speculation does not pay: ssd reaches ")
 
 
 def test_ssd_is_recommended_when_rows_are_cheap_and_drafts_accepted() -> None:
-    bound, recommended = tune._recommend(measured(Machine()))
+    bound, recommended = tune._recommend(measure(Machine()))
     assert recommended.startswith("recommended: --mode ssd --num-draft-tokens 2 --branches ")
     assert bound == f"upper bound of SSD over SD at K = 2: {1 + 4.5 / Machine().verify(3):.2f}x"
 
 
 def test_printed_lines_show_the_costs_that_limit_each_mode() -> None:
-    found = measured(Machine(slower=1.2))
+    found = measure(Machine(slower=1.2))
     ssd, sd, plain = (tune._format_arm(found, found.of(mode)[0]) for mode in ("ssd", "sd", "ar"))
     assert "hit rate 100%" in ssd and "1.20 times as long as alone" in ssd and "drafting is hidden" in ssd
     assert "3.00 tokens per round; verify 11.7 + draft 4.5 ms" in sd
     assert "100.0 tok/s   one token per forward of 10.0 ms" in plain
 
 
-def test_measurements_of_an_idle_machine_raise_no_doubts() -> None:
+def test_measurements_of_an_idle_machine_give_no_warnings() -> None:
     rising = curve((1, 10.0), (4, 40.0))
     for verify in (Machine().verify, rising):
         for slower in (0.9, 1.0, 3.0):
-            assert measured(Machine(verify, slower=slower)).warnings(0.05) == []
+            assert measure(Machine(verify, slower=slower)).warnings(0.05) == []
 
 
 @pytest.mark.parametrize(
@@ -187,13 +190,13 @@ def test_measurements_of_an_idle_machine_raise_no_doubts() -> None:
         (Machine(slower=0.53), "a verify took 0.53 times as long while the drafter worked as alone"),
     ],
 )
-def test_contradicting_measurements_raise_doubts(machine: Machine, words: str) -> None:
-    (doubt,) = measured(machine).warnings(0.05)
-    assert words in doubt
+def test_contradicting_measurements_give_a_warning(machine: Machine, words: str) -> None:
+    (warning,) = measure(machine).warnings(0.05)
+    assert words in warning
 
 
-def test_a_target_that_waits_for_a_cpu_raises_doubts() -> None:
-    assert measured(Machine()).warnings(0.61) == ["the target waited for a CPU for 61% of its time"]
+def test_a_target_that_waits_for_a_cpu_gives_a_warning() -> None:
+    assert measure(Machine()).warnings(0.61) == ["the target waited for a CPU for 61% of its time"]
 
 
 def test_tune_on_a_busy_machine_fails_and_saves_nothing(
@@ -201,7 +204,7 @@ def test_tune_on_a_busy_machine_fails_and_saves_nothing(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     slower = 0.53
-    monkeypatch.setattr(tune, "_measure_arms", lambda *_: (measured(Machine(slower=slower)), 0.0))
+    monkeypatch.setattr(tune, "_measure_arms", lambda *_: (measure(Machine(slower=slower)), 0.0))
     assert main(["tune"]) == 1
     captured = capsys.readouterr().err
     assert "nothing was saved, because this machine was busy: a verify took 0.53 times as long" in captured
@@ -229,7 +232,7 @@ HEADS = {"eagle3": 2, "mtp": 0}
 
 
 def test_each_heads_best_depth_and_costs_are_found() -> None:
-    found = measured(Machine(curve((1, 10.0)), right=HEADS), list_arms(False, ("eagle3", "mtp", "silent")))
+    found = measure(Machine(curve((1, 10.0)), right=HEADS), list_arms(False, ("eagle3", "mtp", "silent")))
     assert [(best.arm.drafter, best.arm.depth) for best in found.best_arms()] == [("eagle3", 2), ("", 0), ("mtp", 1)]
     assert found.best_arms()[0].rate == pytest.approx(1000 * 3 / 14)
     assert (found.known("eagle3").step_ms, found.known("eagle3").acceptance) == (2.0, (1.0, 1.0, 0.0))
@@ -275,7 +278,7 @@ def test_tune_says_why_nothing_was_drafted(
     client = SimpleNamespace(stats=lambda: SimpleNamespace(workers=[target]))
     cluster = SimpleNamespace(notes=notes, client=lambda: client)
     monkeypatch.setattr(tune, "LocalCluster", lambda **_: nullcontext(cluster))
-    silent = measured(Machine(right={}), list_arms(backend == "mlx", ("mtp",) if backend == "mtp" else ()))
+    silent = measure(Machine(right={}), list_arms(backend == "mlx", ("mtp",) if backend == "mtp" else ()))
     monkeypatch.setattr(tune, "measure_arms", lambda *_: silent)
     assert main(["tune", "--draft-backend", backend]) == WorkerError.exit_code
     assert f"nothing was drafted: {why}" in capsys.readouterr().err
@@ -291,7 +294,7 @@ def test_tune_saves_nothing_if_the_target_was_restarted(
 
     def restarted(*_: object) -> ArmCosts:
         target.pid = 2**22 + 1  # higher than every process id
-        return measured(Machine())
+        return measure(Machine())
 
     monkeypatch.setattr(tune, "measure_arms", restarted)
     assert main(["tune"]) == WorkerError.exit_code
@@ -299,24 +302,24 @@ def test_tune_saves_nothing_if_the_target_was_restarted(
 
 
 def test_a_head_is_measured_though_the_draft_worker_drafts_nothing() -> None:
-    found = measured(Machine(right={"eagle3": 2}), list_arms(True, ("eagle3",)))
+    found = measure(Machine(right={"eagle3": 2}), list_arms(True, ("eagle3",)))
     assert [(best.arm.mode, best.arm.drafter) for best in found.best_arms()] == [("sd", "eagle3"), ("ar", "")]
-    assert verdict(found) == "recommended: --mode sd --num-draft-tokens 2"
+    assert recommendation(found) == "recommended: --mode sd --num-draft-tokens 2"
     assert [one.drafter for one in found.record(0.0).choices] == ["eagle3", ""]
 
 
 def test_auto_is_recommended_when_a_head_beats_the_draft_worker() -> None:
-    found = measured(Machine(right={"": 0, "eagle3": 6}), list_arms(True, ("eagle3",)))
-    assert verdict(found) == "recommended: --mode auto"
+    found = measure(Machine(right={"": 0, "eagle3": 6}), list_arms(True, ("eagle3",)))
+    assert recommendation(found) == "recommended: --mode auto"
     assert "ms per drafted token; acceptance by position 100%, 100%" in tune._format_arm(found, found.best_arms()[0])
 
 
 def test_tune_without_a_draft_worker_compares_heads_with_plain_decoding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """`auto` of the next server begins with the result, for the drafter that was measured."""
+    """The result is saved by drafter, so that `auto` of the next server starts with it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = measured(Machine(curve((1, 10.0)), right=HEADS), list_arms(False, ("eagle3", "mtp")))
+    found = measure(Machine(curve((1, 10.0)), right=HEADS), list_arms(False, ("eagle3", "mtp")))
     monkeypatch.setattr(tune, "_measure_arms", lambda *_: (found, 0.0))
     assert main(["tune", "--draft-backend", "mtp", "--temp", "0.8"]) == 0
     captured = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Times of streams at their readers, requests at random times, and the statistics of both."""
+"""Times of HTTP streams as their readers see them, requests at random times, and statistics of both."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_load_blocks_cover_each_request_exactly_once() -> None:
 
 
 def answers(wait: float) -> list[TimedAnswer]:
-    """Ten answers of 11 tokens, one after another, each a second long, and one that failed."""
+    """Returns ten answers of 11 tokens that take a second each, one after another, and one that failed."""
     made = [TimedAnswer(StreamTimes(n, n + wait, n + 1.0, 6, 11, "x")) for n in range(10)]
     return [*made, TimedAnswer(None, "503: gone")]
 

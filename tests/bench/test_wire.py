@@ -1,4 +1,4 @@
-"""The link that a process carries: packets arrive whole and in order, with the requested loss."""
+"""The relay of packets between two hosts: packets arrive whole and in order, with the requested loss."""
 
 from __future__ import annotations
 

@@ -19,30 +19,30 @@ from outrider.protocol.messages import Fault, Message, Outcome
 from outrider.protocol.sampling import SamplingParams
 
 
-class Pool:
-    """A pool that returns the given messages, and loses the given worker."""
+class FakePool:
+    """A pool that receives the given messages, and reports the loss of a worker with the given reason."""
 
     status_changed = False
 
-    def __init__(self, says: tuple[Message, ...] = (), loses: str = "") -> None:
+    def __init__(self, messages: tuple[Message, ...] = (), loss: str = "") -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.socket = context.socket(zmq.PAIR)
         self.socket.bind("inproc://silent-" + str(id(self)))
-        self._says, self._loses = says, loses
+        self._messages, self._loss = messages, loss
 
     def receive(self) -> Iterator[tuple[str, Message]]:
-        return (("target-0", message) for message in self._says)
+        return (("target-0", message) for message in self._messages)
 
     def flush(self) -> None: ...
 
     def ping(self, now_ns: int) -> None: ...
 
     def losses(self, now_ns: int) -> list[Any]:
-        return [WorkerLoss(cast("Any", None), self._loses, True)] if self._loses else []
+        return [WorkerLoss(cast("Any", None), self._loss, True)] if self._loss else []
 
 
 def test_rounds_verify_the_text_itself_and_the_warm_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, opened = Workbench(cast("WorkerPool", Pool()), lambda stage: None), list[tuple[Any, ...]]()
+    bench, opened = Workbench(cast("WorkerPool", FakePool()), lambda stage: None), list[tuple[Any, ...]]()
     monkeypatch.setattr(Workbench, "open", lambda _, tokens, sampling, **to: opened.append((tokens, to)))
     monkeypatch.setattr(Workbench, "close", lambda _: opened.append(()))
     text = tuple(range(100, 120))
@@ -65,11 +65,11 @@ def test_workbench_without_a_drafter_says_why(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("pool", "words"),
     [
-        (Pool(loses="target-0 has not answered"), "target-0 has not answered"),
-        (Pool(says=(Fault("bench", "out of memory"),)), "out of memory"),
+        (FakePool(loss="target-0 has not answered"), "target-0 has not answered"),
+        (FakePool(messages=(Fault("bench", "out of memory"),)), "out of memory"),
     ],
 )
-def test_workbench_wait_ends_when_its_worker_fails(pool: Pool, words: str) -> None:
+def test_workbench_wait_ends_when_its_worker_fails(pool: FakePool, words: str) -> None:
     bench = Workbench(cast("WorkerPool", pool), lambda stage: None)
     with pytest.raises(WorkerError, match=words):
         bench.wait(Outcome)

@@ -44,27 +44,27 @@ class VirtualCluster(VirtualEngine):
         memory: Sequence[Tuning] = (),
         others: Sequence[Machine] = (),
     ) -> None:
-        """`others`: further drafters."""
-        self._told: list[ToFront] = []
+        """`others`: additional drafters."""
+        self._events: list[ToFront] = []
         hardware = Hardware(profile, hop_ms, fan_out, tuple(others))
         settings = round_settings(depth, branches, full_depth, ngrams)
-        super().__init__(World(), hardware, settings, self._told.append, texts, tunings, memory)
+        super().__init__(World(), hardware, settings, self._events.append, texts, tunings, memory)
 
     def run(self, text: tuple[int, ...], max_tokens: int, mode: str) -> Timings:
-        """Generates `max_tokens` of `text` after its first `PROMPT_TOKENS`. Raises as `together`."""
-        return self.together([text], max_tokens, mode)[0]
+        """Generates `max_tokens` of `text` after its first `PROMPT_TOKENS`. Raises the errors of `run_together`."""
+        return self.run_together([text], max_tokens, mode)[0]
 
-    def together(self, texts: Sequence[tuple[int, ...]], max_tokens: int, mode: str) -> list[Timings]:
-        """The same for all texts at once, which begin at the same time.
+    def run_together(self, texts: Sequence[tuple[int, ...]], max_tokens: int, mode: str) -> list[Timings]:
+        """Runs a request for each text, all from the same time on.
 
         Raises:
-            InvalidRequest: a text is too short for that.
-            WorkerError: the tokens are not the text's, or a request did not end well.
+            InvalidRequest: a text is too short.
+            WorkerError: the generated tokens differ from the text, or a request failed.
         """
         needed, shortest = PROMPT_TOKENS + max_tokens + 1, min(map(len, texts))
         if shortest < needed:
             raise InvalidRequest(f"the text has {shortest} tokens; expected {needed} or more")
-        begun = len(self._told)
+        begun = len(self._events)
         requests = {f"r{begun}-{number}": text for number, text in enumerate(texts)}
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         with self.world.running():
@@ -72,13 +72,15 @@ class VirtualCluster(VirtualEngine):
                 self.begin(Admit(request, text[:PROMPT_TOKENS], sampling, mode, frozenset()), text)
             while not self.world.idle:
                 self.world.step()
-        return [self._ended(request, text, max_tokens, self._told[begun:]) for request, text in requests.items()]
+        return [
+            self._check_result(request, text, max_tokens, self._events[begun:]) for request, text in requests.items()
+        ]
 
-    def _ended(self, request: str, text: Sequence[int], max_tokens: int, told: Sequence[ToFront]) -> Timings:
-        mine = [event for event in told if getattr(event, "request", "") == request]
-        if not isinstance(mine[-1], RequestEnded):
-            raise WorkerError(f"the simulated request did not end well: {mine[-1]}")
-        generated = tuple(token for event in mine if isinstance(event, Committed) for token in event.tokens)
+    def _check_result(self, request: str, text: Sequence[int], max_tokens: int, events: Sequence[ToFront]) -> Timings:
+        own = [event for event in events if getattr(event, "request", "") == request]
+        if not isinstance(own[-1], RequestEnded):
+            raise WorkerError(f"the simulated request failed: {own[-1]}")
+        generated = tuple(token for event in own if isinstance(event, Committed) for token in event.tokens)
         if generated != text[PROMPT_TOKENS : PROMPT_TOKENS + max_tokens]:
-            raise WorkerError("the simulated request did not say what its text says")
-        return mine[-1].timings
+            raise WorkerError("the simulated request generated other tokens than its text")
+        return own[-1].timings
