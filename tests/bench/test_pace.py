@@ -1,4 +1,4 @@
-"""A paced worker's forwards end at the times of the profile's machine; run_late work is reported."""
+"""A paced worker's forwards end at the times of the profile's machine; late work is reported."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_occasional_late_forwards_are_not_reported(clock, pace, reports):
     assert reports
 
 
-def test_forwards_slightly_slower_than_the_profile_are_reported_at_last(clock, pace, reports):
+def test_forwards_slightly_slower_than_the_profile_are_reported_eventually(clock, pace, reports):
     run_late(clock, pace, 0.0005, 120)
     assert reports
 
@@ -127,7 +127,7 @@ def test_sleep_never_ends_early():
         assert time.perf_counter() - began >= seconds
 
 
-def test_forward_that_no_verify_asked_for_begins_when_the_one_before_it_ended(clock, pace, reports):
+def test_forward_without_a_verify_begins_when_the_previous_one_ended(clock, pace, reports):
     """As after a prompt, whose forwards are not paced, when the target continues by itself."""
     runner = PacedRunner(pace)
     runner._ended_ns = int(clock.now * SECOND_NS)

@@ -54,6 +54,6 @@ def test_unwritable_picture_path_is_refused(tmp_path: Path) -> None:
         picture.save(report.draw(make_sections(), "test"), tmp_path / "missing" / "bench.png")
 
 
-def test_kind_of_picture_that_matplotlib_does_not_write_is_refused(tmp_path: Path) -> None:
+def test_picture_format_that_matplotlib_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"can't be written to .*bench\.doc: .*not supported"):
         picture.save(report.draw(make_sections(), "test"), tmp_path / "bench.doc")

@@ -72,7 +72,7 @@ def test_each_ratio_is_against_the_best_of_its_class(name: str, kind: str, again
     assert found.value.value == pytest.approx(value)
 
 
-def test_a_ratio_without_contestants_is_left_out() -> None:
+def test_a_ratio_without_runs_is_left_out() -> None:
     found = report.compare_families({"ar": RUNS["ar"], "auto": RUNS["auto"]}, CLASSES, 1)
     assert {one.name for one in found} == {"auto over the best mode"}
     assert "| auto over the best mode | 1.92 [1.60, 2.40] | 1.60 | 2.40 | ar |" in report.format_ratios(found)
@@ -107,7 +107,7 @@ class SettingsOnlyCluster:
 def test_only_modes_the_pair_supports_are_compared(
     backend: str, modes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default model has no draft of its own."""
+    """Without a draft model, only n-grams can draft."""
     monkeypatch.setattr(runners_module, "LocalCluster", SettingsOnlyCluster)
     monkeypatch.setattr(runners_module, "pin_process", lambda pid, core: None)
     drafts = {"draft_model": "draft"} if backend == "mlx" else {}
@@ -119,7 +119,7 @@ def test_only_modes_the_pair_supports_are_compared(
 
 
 @pytest.mark.parametrize("more", [{"drafters": 2}, {"draft_prefill": "coreml"}, {"ngram_table": "table"}])
-def test_settings_of_the_drafter_are_left_out_where_it_is_left_out(
+def test_drafter_settings_are_not_passed_to_clusters_without_the_drafter(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cluster that drafts with n-grams only, or without n-grams, would refuse some of these settings."""

@@ -40,7 +40,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4, 6, 8])
-def test_of_two_runners_each_is_first_as_often(count: int) -> None:
+def test_each_of_two_runners_is_first_equally_often(count: int) -> None:
     """Otherwise an effect of the first run on the second, such as a warm cache, would bias their ratio."""
     ran: list[list[str]] = [[] for _ in range(24)]
     names = [str(n) for n in range(count)]

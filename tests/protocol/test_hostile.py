@@ -206,7 +206,7 @@ def test_out_of_range_sampling_raises_refused_request():
     assert read_request_id(generate_with(temp=-1.0)) == "r"
 
 
-def test_request_of_reads_only_the_request_field():
+def test_read_request_id_reads_only_the_request_field():
     assert read_request_id(framed({"type": "Fault", "name": "target-0", "request": "r", "message": 7})) == "r"
     for fields in ("r", ["r"], {"request": 1}, {"request": "x" * 65}, {}, {"name": "r"}):
         assert read_request_id(framed(fields)) is None

@@ -99,7 +99,7 @@ def test_a_table_knows_its_ngrams_and_no_others(entries: dict[tuple[int, ...], i
         assert found.lookup((60_001, *ngram))[0] == longest
 
 
-def test_table_is_asked_where_the_text_has_no_copy(tmp_path: Path) -> None:
+def test_table_is_used_where_the_text_has_no_copy(tmp_path: Path) -> None:
     found = table({(7,): (8, 0.6), (7, 8): (9, 0.9), (9,): (7, 0.1)}, tmp_path)
     evidence = MAX_NGRAM_SIZE + 3  # from 0.5 to 0.7
     assert NgramIndex([1, 7], found).lookup(5) == Copy((8, 9), evidence)
