@@ -1,6 +1,6 @@
-"""A whole cluster in one thread, without sockets or models: the real rounds, the real draft worker, an oracle target.
+"""A cluster in one thread, without sockets or models: the real scheduler and draft workers, and an oracle target.
 
-Messages pass through the real codec. A test decides what is delivered, when, and what is lost.
+Messages pass through the real codec. A test decides when they are delivered and which are lost.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class OracleTarget:
         return []
 
     def step(self) -> Message | None:
-        """The outcome of the next round of plain decoding, if it goes on with that."""
+        """Returns the outcome of the next round of plain decoding, or None if the target waits for a message."""
         plain = self.plain
         if plain is None:
             return None
@@ -87,8 +87,8 @@ class OracleTarget:
         return structs.replace(self._outcome(plain), next_proposal=DraftTokens() if more else None)
 
     def _next_proposal(self, message: Verify) -> list[Message]:
-        """The outcome, and, like the target worker's, the verify of the branch that was prepared for it, or after a
-        miss of nothing, as of n-grams that the text does not repeat."""
+        """Returns the outcome. Like the target worker, continues with the branch that was prepared for it, or after a
+        miss with a plain step, as if n-grams had found nothing."""
         outcome = self._outcome(message)
         if self._prepared is None or self._prepared.round != message.round:
             return [outcome]
@@ -110,7 +110,7 @@ class OracleTarget:
 
 
 class Cluster(HonestWorkers):
-    """Runs requests to their end. `steps` drafter forwards fit behind a verify; `drop` may lose a message."""
+    """Runs requests to their end. A drafter has `steps` turns per verify; a message is lost if `drop` returns True."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Cluster(HonestWorkers):
         drop: Callable[[Message], bool] = lambda message: False,
         others: Sequence[Script] = (),
     ) -> None:
-        """`others`: what further drafters say."""
+        """`others`: the scripts of additional drafters."""
         self.target = OracleTarget(text, context)
         self.links = [FakeLink(f"draft-{n}") for n in range(1 + len(others))]
         self.link = self.links[0]
@@ -138,23 +138,23 @@ class Cluster(HonestWorkers):
             if known
         }
         self.sent_to_drafters: list[tuple[str, Message]] = []
-        self.told: list[ToFront] = []
+        self.events: list[ToFront] = []
         self.sent_to_target: list[Message] = []
         self.target_abilities = Abilities()
-        self.said: list[str] = []
+        self.worker_notes: list[str] = []
         self._to_target: deque[Message] = deque()
         self._steps = steps
         self._drop = drop
         self._now = 0
         settings = round_settings(depth, branches, full_depth, ngrams)
-        self.rounds = Scheduler(self, settings, self.told.append, Trace(None))
+        self.rounds = Scheduler(self, settings, self.events.append, Trace(None))
 
     @property
     def target_context(self) -> int:
         return self.target.context
 
     def notes(self) -> list[str]:
-        return self.said
+        return self.worker_notes
 
     def drafters(self) -> set[str]:
         return set(self.workers)
@@ -165,7 +165,7 @@ class Cluster(HonestWorkers):
             self._to_target.append(through_the_codec(message))
 
     def flush_and_yield(self) -> None:
-        """Nothing waits for anything here."""
+        """Does nothing: messages are delivered by `_turn`."""
 
     def send_worker(self, name: str, message: Message) -> None:
         self.sent_to_drafters.append((name, message))
@@ -187,21 +187,21 @@ class Cluster(HonestWorkers):
         self.rounds.begin(Admit(request, prompt, sampling, mode, eos, origins=origins, rounds=rounds), self._now)
         for _ in range(100 * max_tokens + 1000):
             if not self.rounds.active:
-                return next(event for event in self.told if isinstance(event, RequestEnded))
+                return next(event for event in self.events if isinstance(event, RequestEnded))
             self._turn()
-        raise TimeoutError(f"the request hangs: {self.told[-3:]}")
+        raise TimeoutError(f"the request hangs: {self.events[-3:]}")
 
     @property
     def generated(self) -> list[int]:
-        return [token for event in self.told if isinstance(event, Committed) for token in event.tokens]
+        return [token for event in self.events if isinstance(event, Committed) for token in event.tokens]
 
     @property
     def origins(self) -> list[Origin]:
-        return [origin for event in self.told if isinstance(event, Committed) for origin in event.origins or ()]
+        return [origin for event in self.events if isinstance(event, Committed) for origin in event.origins or ()]
 
     @property
     def records(self) -> list[RoundRecord]:
-        return [record for event in self.told if isinstance(event, Committed) for record in event.rounds or ()]
+        return [record for event in self.events if isinstance(event, Committed) for record in event.rounds or ()]
 
     def _turn(self) -> None:
         """The drafter works, then the target answers one message, then overdue waits end."""
@@ -224,13 +224,13 @@ class Cluster(HonestWorkers):
             self.rounds.on_tick(self._now)
 
     def _prepare(self) -> None:
-        """What came during the verify: the target looks through it before it answers."""
+        """Delivers the PREPAREs that arrived during the verify, which the target reads before it answers."""
         for message in [message for message in self._to_target if isinstance(message, Prepare)]:
             self._to_target.remove(message)
             self.target.answer(message)
 
     def _work(self, steps: int) -> None:
-        """Lets each draft worker take this many turns of its own loop, and delivers what it sends."""
+        """Runs the loop of each draft worker this many times, and delivers what it sends."""
         for link in self.links:
             if link.name in self.workers:
                 self._work_of(link, self.workers[link.name], steps)

@@ -1,4 +1,4 @@
-"""Fixtures of the orchestrator's tests: the tiny pair's tokenizer, fronts with a scripted core, model folders."""
+"""Fixtures of the orchestrator's tests: the tiny pair's tokenizer, scripted servers, model folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.socket_files import PrivateDirectory
-from tests.orchestrator.stand import Stand
+from tests.orchestrator.scripted_server import ScriptedServer
 
 
 @pytest.fixture(scope="session")
@@ -27,29 +27,29 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def make_stand(endpoint: str) -> Iterator[Callable[..., Stand]]:
-    """`make_stand(**settings) -> Stand`, not started yet."""
-    stands: list[Stand] = []
+def make_server(endpoint: str) -> Iterator[Callable[..., ScriptedServer]]:
+    """`make_server(**settings) -> ScriptedServer`, which is not started yet."""
+    servers: list[ScriptedServer] = []
 
-    def make(**settings: object) -> Stand:
+    def make(**settings: object) -> ScriptedServer:
         pair = choose_pair(ServeSettings(**settings))  # type: ignore[arg-type]
-        stands.append(Stand(pair, load_pair(pair), endpoint))
-        return stands[-1]
+        servers.append(ScriptedServer(pair, load_pair(pair), endpoint))
+        return servers[-1]
 
     yield make
-    for stand in stands:
-        stand.stop()
+    for server in servers:
+        server.stop()
 
 
 @pytest.fixture
-def stand(make_stand: Callable[..., Stand]) -> Stand:
-    """One request at a time: the others wait in line."""
-    return make_stand(max_active=1).start()
+def server(make_server: Callable[..., ScriptedServer]) -> ScriptedServer:
+    """A scripted server that runs one request at a time and queues the others."""
+    return make_server(max_active=1).start()
 
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A folder with a model's description and tokenizer, and no weights worth reading."""
+    """A folder with a model's configuration and tokenizer, and an empty file of weights."""
     folder = tmp_path / "model"
     folder.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):

@@ -1,4 +1,4 @@
-"""Rounds that have ended, for tests of what is recorded about them."""
+"""Makes ended rounds, for tests of what is recorded about them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from outrider.orchestrator.core.request import SettledRound
 from outrider.protocol.messages import Outcome, Span
 
 
-def settled(
+def make_settled_round(
     number: int, proposal: Proposal, outcome: Outcome, kept: int, decided: Span | None = None, waited: bool = False
 ) -> SettledRound:
-    """A round of no request, with so many tokens that count."""
+    """Returns a round without a request, of which `kept` tokens count."""
     nodes = proposal.nodes(outcome) or ()
     kept_tokens = (0,) * kept
     return SettledRound(None, number, None, proposal, False, outcome, nodes, kept_tokens, 0, None, decided, waited)  # type: ignore[arg-type]

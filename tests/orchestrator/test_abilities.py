@@ -1,4 +1,4 @@
-"""A target is only asked for what it can do, and a note gives the reason."""
+"""A target is not sent messages that it can't handle, and a note gives the reason."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WHY = "a plamo3 model can't verify several tokens at once, so it decodes token b
 def test_a_target_without_chains_decodes_plainly_in_every_mode(mode: str) -> None:
     cluster = Cluster(TEXT, None)
     cluster.target_abilities = Abilities(chains=False, why=WHY)
-    cluster.said = [f"speculation is off: {WHY}"]
+    cluster.worker_notes = [f"speculation is off: {WHY}"]
     ended = cluster.run(TEXT[:5], 40, mode)
     assert cluster.generated == list(TEXT[5:45])
     assert not any(message.chain or message.draft for message in cluster.sent_to_target if isinstance(message, Verify))
-    began = next(event for event in cluster.told if isinstance(event, RequestBegan))
+    began = next(event for event in cluster.events if isinstance(event, RequestBegan))
     assert began.mode == "ar"
-    assert [*began.notes, *ended.notes].count(cluster.said[0]) == (0 if mode == "ar" else 2)
+    assert [*began.notes, *ended.notes].count(cluster.worker_notes[0]) == (0 if mode == "ar" else 2)

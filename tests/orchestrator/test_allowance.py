@@ -1,4 +1,4 @@
-"""A peer's rate limit: a reserve, a rate, and bytes that count; other peers notice nothing."""
+"""A peer's rate limit: a burst, then a steady rate; long messages count as several; other peers are not affected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_long_messages_count_as_several_but_one_of_any_size_passes() -> None:
     limiter = RateLimiter(Rate(10, 40))
     assert allowed_count(limiter, A, 0, 100, (b"x" * 9 * BYTES_PER_MESSAGE,)) in (3, 4)
     assert allowed_count(limiter, B, 0, 100, (bytes(100 * BYTES_PER_MESSAGE),)) == 1
-    assert allowed_count(limiter, B, 1, 100) == 0, "what it took is to be made up for"
+    assert allowed_count(limiter, B, 1, 100) == 0, "later messages pay for the long one"
 
 
 def test_peers_quiet_for_long_are_forgotten() -> None:

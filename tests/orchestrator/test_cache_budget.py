@@ -1,4 +1,4 @@
-"""Branches keep the memory limits per request and in total: excess ones are dropped and counted."""
+"""Branches stay within the memory limits per request and in total: excess ones are dropped and counted."""
 
 from __future__ import annotations
 

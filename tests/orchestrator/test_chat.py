@@ -27,16 +27,19 @@ def test_prompt_equals_transformers_chat_template(model_folder):
     from transformers import AutoTokenizer
 
     write_config(model_folder, chat_template=TEMPLATE)
-    codec, theirs = load_codec(find_model(str(model_folder)), True), AutoTokenizer.from_pretrained(str(model_folder))
+    codec, transformers_tokenizer = (
+        load_codec(find_model(str(model_folder)), True),
+        AutoTokenizer.from_pretrained(str(model_folder)),
+    )
     messages = [{"role": "user", "content": " hi <there> "}]
-    text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = transformers_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert render_template(TEMPLATE, [{"role": "user", "content": " hi <there> "}], codec.special) == text
-    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    expected = transformers_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert codec.encode_prompt(" hi <there> ") == tuple(expected)
 
 
 def test_format_that_is_code_of_mlx_lm_is_refused_unless_there_is_a_template(model_folder):
-    """As of DeepSeek V3.2: conversations were joined to a plain text."""
+    """DeepSeek V3.2 is such a model. Its conversations must not be formatted as plain text."""
     write_config(model_folder, chat_template_type="deepseek_v32")
     with pytest.raises(ModelError, match=r"only code of mlx-lm \(deepseek_v32\); add chat_template.jinja"):
         chat_template(model_folder)
@@ -49,8 +52,8 @@ def test_generation_tags_are_ignored_as_by_transformers(model_folder):
 
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}"
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    theirs = AutoTokenizer.from_pretrained(str(model_folder))
-    text = theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
+    transformers_tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
+    text = transformers_tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
     assert render_template(template, messages, {}) == text == "hi|ho|"
 
 
@@ -63,7 +66,7 @@ def test_past_thinking_reaches_templates_under_both_names(field):
 
 @pytest.mark.parametrize("answer", ["", "ho"])
 def test_channels_of_an_earlier_answer_do_not_reach_the_template(answer):
-    """gpt-oss's template refuses them, so a chat would end with its second turn."""
+    """The template of gpt-oss refuses them, so a chat would fail at its second turn."""
     final = f"<|end|><|start|>assistant<|channel|>final<|message|>{answer}" if answer else ""
     messages = [
         {"role": "assistant", "content": f"<|channel|>analysis<|message|>hm{final}"},

@@ -1,4 +1,4 @@
-"""A text is certified as a whole: a truncated, continued or changed text or another end is detected."""
+"""`outrider verify` checks a whole output: truncated, continued or changed text and a wrong finish reason are found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prompt(codec):
 
 
 def output(codec, text, reason, *more, **sampling):
-    """An honest one, its length asked for as long as it is unless something else ends it."""
+    """Returns a valid output. If its reason is "length", `max_tokens` is its length."""
     tokens = (*codec.encode(text, special=False), *more)
     wanted = sampling.pop("max_tokens", len(tokens) if reason == "length" else 256)
     params = SamplingParams(max_tokens=wanted, **sampling)
@@ -28,7 +28,7 @@ def output(codec, text, reason, *more, **sampling):
 
 
 @pytest.fixture
-def honest(codec):
+def valid_outputs(codec):
     return [
         output(codec, TEXT, "length"),
         output(codec, TEXT, "eos", EOS),
@@ -37,35 +37,35 @@ def honest(codec):
     ]
 
 
-def test_an_honest_output_has_no_fault(codec, prompt, honest):
-    for one in honest:
+def test_valid_output_has_no_fault(codec, prompt, valid_outputs):
+    for one in valid_outputs:
         assert find_faults(one, codec, prompt, CONTEXT) == ()
 
 
-def test_truncated_output_is_detected_at_every_length(codec, prompt, honest):
-    for one in honest:
+def test_truncated_output_is_detected_at_every_length(codec, prompt, valid_outputs):
+    for one in valid_outputs:
         for length in range(len(one.token_ids)):
             for text in (one.text, codec.decode(one.token_ids[:length])):
                 short = replace(one, token_ids=one.token_ids[:length], text=text)
                 assert any("it ends after" in fault for fault in find_faults(short, codec, prompt, CONTEXT)), length
 
 
-def test_output_continued_past_its_end_is_detected(codec, prompt, honest):
-    for one in honest:
+def test_output_continued_past_its_end_is_detected(codec, prompt, valid_outputs):
+    for one in valid_outputs:
         longer = replace(one, token_ids=(*one.token_ids, 5))
         assert any("tokens, but ends with" in fault for fault in find_faults(longer, codec, prompt, CONTEXT))
 
 
-def test_changed_text_is_detected_with_its_position(codec, prompt, honest):
-    for one in honest:
+def test_changed_text_is_detected_with_its_position(codec, prompt, valid_outputs):
+    for one in valid_outputs:
         for changed in (one.text[:4] + "X" + one.text[5:], one.text + "!", one.text[:-1], ""):
             (fault,) = find_faults(replace(one, text=changed), codec, prompt, CONTEXT)
             assert "text differs from its tokens" in fault
-    assert "at character 4:" in find_faults(replace(honest[0], text=TEXT[:4] + "X"), codec, prompt, CONTEXT)[0]
+    assert "at character 4:" in find_faults(replace(valid_outputs[0], text=TEXT[:4] + "X"), codec, prompt, CONTEXT)[0]
 
 
-def test_wrong_finish_reason_is_detected(codec, prompt, honest):
-    for one in honest:
+def test_wrong_finish_reason_is_detected(codec, prompt, valid_outputs):
+    for one in valid_outputs:
         for reason in {"eos", "stop", "length", "cancelled"} - {one.finish_reason}:
             (fault,) = find_faults(replace(one, finish_reason=reason), codec, prompt, CONTEXT)
             assert f"is {reason}, but it ends with {one.finish_reason}" in fault

@@ -32,7 +32,7 @@ from outrider.protocol.schema import Logprobs
 from outrider.protocol.stats import Report
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 from tests.gguf_files import write_gguf
-from tests.orchestrator.stand import says, worker_stats
+from tests.orchestrator.scripted_server import generates, worker_stats
 
 
 @pytest.fixture
@@ -55,15 +55,15 @@ def test_each_error_type_has_its_own_exit_code():
 
 @pytest.fixture(autouse=True)
 def executed(monkeypatch):
-    """Commands that replace this process are caught: a test that became one would end the whole run unnoticed."""
-    became = []
+    """Records commands that would replace the process of the tests, and exits with code 99 instead."""
+    commands = []
 
     def execve(path, command, environment):
-        became.append(command)
+        commands.append(command)
         raise SystemExit(99)
 
     monkeypatch.setattr(os, "execve", execve)
-    return became
+    return commands
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX's package brings its library")
@@ -80,15 +80,15 @@ def test_worker_command_receives_models_and_endpoint(run, executed, model_folder
     with zmq.Context.instance().socket(zmq.ROUTER) as cluster:
         cluster.bind(endpoint)
         code, _, _ = run("worker", "draft", "--connect", endpoint, "--model", folder, "--draft-model", folder)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # what the worker does when it can end in order
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # as the worker does once it can handle the signal
     assert code == 99 and "outrider.draft_worker" in executed[0] and "--parent-fd" not in executed[0]
     assert executed[0][executed[0].index("--endpoint") + 1] == endpoint
     assert executed[0][executed[0].index("--model") + 1] == str(model_folder.resolve())
-    assert executed[0][executed[0].index("--log-level") + 1] == "info"  # so it says when it has joined
+    assert executed[0][executed[0].index("--log-level") + 1] == "info"  # so the worker logs when it has joined
 
 
 def actions(text):
-    """The entries of a page of help, by their first word; each as one line."""
+    """Returns the entries of a help text as one line each, by their first word."""
     entries = {}
     for line in (re.sub(r"(?<=\S) +", " ", line) for line in text.splitlines()):
         if line.startswith("  ") and line[2:3] not in ("", " "):
@@ -118,16 +118,16 @@ def test_help_shows_some_flags_and_help_all_shows_all(run, command):
     module.add_flags(parser)
     known = {name: action.help for action in parser._actions for name in action.option_strings}
     assert not set(module.COMMON) - known.keys()
-    assert not [name for name, said in known.items() if said is not argparse.SUPPRESS and name not in every]
+    assert not [name for name, help_ in known.items() if help_ is not argparse.SUPPRESS and name not in every]
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != "fleet"])
 def test_every_flag_has_help_and_a_default_unless_it_is_required(run, command):
     parser = Parser(prog="x")
     import_command(command).add_flags(parser)
-    told = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
-    assert all(action.help for action in told)
-    valued = [action for action in told if action.option_strings and action.nargs != 0]
+    shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
+    assert all(action.help for action in shown)
+    valued = [action for action in shown if action.option_strings and action.nargs != 0]
     has_default = {action.option_strings[0]: "(default" in action.help for action in valued}
     assert has_default == {action.option_strings[0]: action not in parser._required_actions() for action in valued}
 
@@ -277,23 +277,23 @@ def test_mistake_prints_one_sentence_and_exits_with_its_code(run, arguments, cod
 
 @pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
 def test_api_keys_are_read_with_or_without_a_byte_order_mark(tmp_path, monkeypatch, mark):
-    """Editors on Windows write one; it would become part of the first key, which then admits nobody."""
+    """Editors on Windows write one. If it were part of the first key, that key would admit nobody."""
     monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
     (tmp_path / "keys").write_bytes(mark + b"one\r\ntwo\r\n")
     assert read_api_keys(tmp_path / "keys") == ["one", "two"]
 
 
-def test_generate_writes_only_text_to_stdout(run, stand, codec):
-    stand.core.play = says(codec, "return 1\n")
-    code, out, err = run("generate", "-p", "def f(", "--connect", stand.endpoint, "--seed", "5", "--stop", "zz")
+def test_generate_writes_only_text_to_stdout(run, server, codec):
+    server.core.on_admit = generates(codec, "return 1\n")
+    code, out, err = run("generate", "-p", "def f(", "--connect", server.endpoint, "--seed", "5", "--stop", "zz")
     assert (code, out) == (0, "return 1\n\n")
     assert [line.split(":")[0] for line in err.splitlines()] == ["Prompt", "Generation", "Speculation"]
-    assert stand.core.wait_for(Admit)[0].sampling == SamplingParams(seed=5, stop=("zz",))
+    assert server.core.wait_for(Admit)[0].sampling == SamplingParams(seed=5, stop=("zz",))
 
 
-def test_json_output_is_one_object_with_documented_keys(run, stand, codec):
-    stand.core.play = says(codec, "x = 'é'", "length")
-    code, out, err = run("generate", "-p", "def f(", "--connect", stand.endpoint, "--json", "--seed", "5")
+def test_json_output_is_one_object_with_documented_keys(run, server, codec):
+    server.core.on_admit = generates(codec, "x = 'é'", "length")
+    code, out, err = run("generate", "-p", "def f(", "--connect", server.endpoint, "--json", "--seed", "5")
     found = json.loads(out)
     assert code == 0 and err == ""
     assert found.keys() == {
@@ -310,11 +310,11 @@ def test_json_output_is_one_object_with_documented_keys(run, stand, codec):
     assert found["chat_template"] is False, "this model has none"
 
 
-def test_json_reports_whether_a_chat_template_was_used(run, stand, codec, monkeypatch):
+def test_json_reports_whether_a_chat_template_was_used(run, server, codec, monkeypatch):
     monkeypatch.setattr("outrider.orchestrator.cli.generate.chat_template", lambda folder: "{{ messages }}")
-    stand.core.play = says(codec, "x")
+    server.core.on_admit = generates(codec, "x")
     for flags, expected in (((), True), (("--ignore-chat-template",), False)):
-        _, out, _ = run("generate", "-p", "x", "--connect", stand.endpoint, "--json", *flags)
+        _, out, _ = run("generate", "-p", "x", "--connect", server.endpoint, "--json", *flags)
         assert json.loads(out)["chat_template"] is expected
 
 
@@ -327,10 +327,10 @@ def test_json_converts_a_gguf_file_only_as_the_flags_say(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [("from", "--seed", "5"), ("--seed", "5", "from")])
-def test_the_prompt_may_be_an_argument(run, stand, codec, arguments):
-    stand.core.play = says(codec, "x")
-    assert run("generate", *arguments, "--connect", stand.endpoint)[0] == 0
-    assert stand.core.wait_for(Admit)[0].tokens == codec.encode("from")
+def test_the_prompt_may_be_an_argument(run, server, codec, arguments):
+    server.core.on_admit = generates(codec, "x")
+    assert run("generate", *arguments, "--connect", server.endpoint)[0] == 0
+    assert server.core.wait_for(Admit)[0].tokens == codec.encode("from")
 
 
 @pytest.mark.parametrize(
@@ -340,31 +340,31 @@ def test_the_prompt_may_be_an_argument(run, stand, codec, arguments):
         ("2000", "x", "Note: the text was cut off because the context is full ("),
     ],
 )
-def test_cut_off_text_prints_a_note_with_the_reason(run, stand, codec, limit, prompt, words):
+def test_cut_off_text_prints_a_note_with_the_reason(run, server, codec, limit, prompt, words):
     tokens = codec.encode("def f(x): return 1", special=False)[:3]
-    stand.core.play = lambda admit: [
+    server.core.on_admit = lambda admit: [
         RequestBegan(admit.request, "ssd"),
         Committed(admit.request, tokens),
         RequestEnded(admit.request, "length", Timings(predicted_n=3)),
     ]
-    code, _, err = run("generate", prompt, "--connect", stand.endpoint, "-m", limit or "3")
+    code, _, err = run("generate", prompt, "--connect", server.endpoint, "-m", limit or "3")
     assert code == 0 and err.splitlines()[-1].startswith(words)
-    stand.core.play = says(codec, "x", "eos")
-    assert "cut off" not in run("generate", prompt, "--connect", stand.endpoint, "-m", "3")[2]
+    server.core.on_admit = generates(codec, "x", "eos")
+    assert "cut off" not in run("generate", prompt, "--connect", server.endpoint, "-m", "3")[2]
 
 
 @pytest.mark.parametrize("text", ["", "x = 1"])
-def test_error_begins_a_line_after_progress_and_text(run, stand, codec, monkeypatch, text):
+def test_error_begins_a_line_after_progress_and_text(run, server, codec, monkeypatch, text):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    stand.core.play = lambda admit: [
+    server.core.on_admit = lambda admit: [
         RequestBegan(admit.request, "ssd"),
         Progress(admit.request, 512, 751),
         *([Committed(admit.request, codec.encode(text, special=False))] if text else []),
         Failed(admit.request, "WorkerError", "the target died"),
     ]
-    code, out, err = run("generate", "x", "--connect", stand.endpoint)
+    code, out, err = run("generate", "x", "--connect", server.endpoint)
     assert code == WorkerError.exit_code and out == (f"{text}\n" if text else "")
     assert "512 of 751 tokens\r\x1b[K" in err and err.endswith("\x1b[Koutrider generate: the target died\n")
 
@@ -387,32 +387,32 @@ def test_start_progress_is_one_erased_line_on_terminals_only(capsys, monkeypatch
     assert "\n" not in err and err.endswith("\r\x1b[K") and "a long name" not in err
 
 
-def test_the_prompt_may_come_from_stdin(run, stand, codec, monkeypatch):
-    stand.core.play = says(codec, "x")
+def test_the_prompt_may_come_from_stdin(run, server, codec, monkeypatch):
+    server.core.on_admit = generates(codec, "x")
     monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
-    assert run("generate", "-p", "-", "--connect", stand.endpoint)[0] == 0
-    assert stand.core.wait_for(Admit)[0].tokens == codec.encode("from stdin")
+    assert run("generate", "-p", "-", "--connect", server.endpoint)[0] == 0
+    assert server.core.wait_for(Admit)[0].tokens == codec.encode("from stdin")
 
 
 @pytest.mark.parametrize("text", ["-x", "---", "-1", "--no-such-flag", "-- a comment", "-"])
 @pytest.mark.parametrize("flag", ["-p", "--prompt"])
-def test_a_prompt_may_begin_with_a_dash(run, stand, codec, monkeypatch, flag, text):
-    stand.core.play = says(codec, "x")
+def test_a_prompt_may_begin_with_a_dash(run, server, codec, monkeypatch, flag, text):
+    server.core.on_admit = generates(codec, "x")
     monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
-    assert run("generate", flag, text, "--stop", "-y", "--connect", stand.endpoint)[0] == 0
-    admit = stand.core.wait_for(Admit)[0]
+    assert run("generate", flag, text, "--stop", "-y", "--connect", server.endpoint)[0] == 0
+    admit = server.core.wait_for(Admit)[0]
     assert admit.tokens == codec.encode("from stdin" if text == "-" else text)
     assert admit.sampling.stop == ("-y",)
 
 
-def test_common_flag_aliases_are_accepted(run, stand, codec):
-    stand.core.play = says(codec, "x")
+def test_common_flag_aliases_are_accepted(run, server, codec):
+    server.core.on_admit = generates(codec, "x")
     run(
         "generate",
         "-p",
         "x",
         "--connect",
-        stand.endpoint,
+        server.endpoint,
         "--temperature",
         "0.5",
         "-n",
@@ -420,19 +420,19 @@ def test_common_flag_aliases_are_accepted(run, stand, codec):
         "--frequency-penalty",
         "-1e-1",
     )
-    sampling = stand.core.wait_for(Admit)[0].sampling
+    sampling = server.core.wait_for(Admit)[0].sampling
     assert (sampling.temp, sampling.max_tokens, sampling.frequency_penalty) == (0.5, 9, -0.1)
 
 
-def test_server_refusal_sets_the_exit_code(run, stand):
-    code, out, err = run("generate", "-p", "x " * 3000, "--connect", stand.endpoint)
+def test_server_refusal_sets_the_exit_code(run, server):
+    code, out, err = run("generate", "-p", "x " * 3000, "--connect", server.endpoint)
     assert (code, out) == (2, "") and "> 1023 maximum" in err
 
 
-def test_every_sampling_flag_reaches_the_core(run, stand, codec):
-    stand.core.play = says(codec, "x")
+def test_every_sampling_flag_reaches_the_core(run, server, codec):
+    server.core.on_admit = generates(codec, "x")
     run(
-        "generate", "-p", "x", "--connect", stand.endpoint, "--max-tokens", "9", "--min-tokens", "2",
+        "generate", "-p", "x", "--connect", server.endpoint, "--max-tokens", "9", "--min-tokens", "2",
         "--temp", "0.5", "--top-p", "0.9",
         "--min-p", "0.1", "--top-k", "7", "--seed", "3", "--repetition-penalty", "1.5",
         "--repetition-context-size", "4", "--presence-penalty", "0.5", "--frequency-penalty", "0.25",
@@ -440,16 +440,16 @@ def test_every_sampling_flag_reaches_the_core(run, stand, codec):
         "--stop", "end", "--stop", "quit", "--sampling", "residual", "--saguaro", "0.5", "--q-width", "50",
         "--mode", "sd", "--num-draft-tokens", "2", "--branches", "6", "--logprobs", "3", "--json",
     )  # fmt: skip
-    admit = stand.core.wait_for(Admit)[0]
+    admit = server.core.wait_for(Admit)[0]
     assert admit.sampling == SamplingParams(
         max_tokens=9, min_tokens=2, temp=0.5, top_p=0.9, min_p=0.1, top_k=7, seed=3, repetition_penalty=1.5,
         repetition_context_size=4, presence_penalty=0.5, presence_context_size=5, frequency_penalty=0.25,
         frequency_context_size=6, logit_bias=((11, -5.0),), ignore_eos=True, stop=("end", "quit"), rule="residual",
         saguaro=0.5, q_width=50, logprobs=3,
     )  # fmt: skip
-    told, usual = admit.sampling, SamplingParams()
-    alike = [f.name for f in fields(told) if getattr(told, f.name) == getattr(usual, f.name)]
-    others = set(alike) - {"grammar", "prompt_logprobs"}  # the one has a test of its own, the other no flag
+    found, default = admit.sampling, SamplingParams()
+    unchanged = [f.name for f in fields(found) if getattr(found, f.name) == getattr(default, f.name)]
+    others = set(unchanged) - {"grammar", "prompt_logprobs"}  # one has a test of its own, the other has no flag
     assert not others, f"{others}: add a flag to flags.add_sampling_flags, and use it above"
     assert (admit.mode, admit.num_draft_tokens, admit.branches) == ("sd", 2, 6)
 
@@ -461,23 +461,23 @@ def test_pairs_lists_models_and_checks_a_pair(run, model_folder):
     assert code == 0 and "fits: both have the same 4096 tokens" in out
 
 
-def test_one_interrupt_ends_a_stream(stand, codec, monkeypatch, run):
+def test_one_interrupt_ends_a_stream(server, codec, monkeypatch, run):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    stand.core.play = says(codec, "x")
+    server.core.on_admit = generates(codec, "x")
     monkeypatch.setattr("outrider.orchestrator.cli.generate.Screen.clear", interrupt)
-    assert run("generate", "-p", "x", "--connect", stand.endpoint) == (130, "", "")
+    assert run("generate", "-p", "x", "--connect", server.endpoint) == (130, "", "")
     assert threading.active_count() < 20
 
 
 @pytest.fixture
-def output(run, stand, codec, tmp_path):
-    """What `generate --json` printed, and a file to put it in."""
-    stand.core.play = says(codec, "x = 'é'", "length")
+def output(run, server, codec, tmp_path):
+    """Returns the object that `generate --json` printed, and the file with it."""
+    server.core.on_admit = generates(codec, "x = 'é'", "length")
     length = len(codec.encode("x = 'é'", special=False))
     arguments = ("--temp", "0.5", "--seed", "5", "--logit-bias", '{"11": -5}', "--stop", "zz", "-m", str(length))
-    code, out, _ = run("generate", "-p", "def f(", "--connect", stand.endpoint, "--json", *arguments)
+    code, out, _ = run("generate", "-p", "def f(", "--connect", server.endpoint, "--json", *arguments)
     assert code == 0
     file = tmp_path / "output.json"
     file.write_text(out)
@@ -485,60 +485,62 @@ def output(run, stand, codec, tmp_path):
 
 
 @pytest.fixture
-def claims(monkeypatch):
-    """What is handed to the replay, which finds every token to be the target's."""
-    seen = []
+def replays(monkeypatch):
+    """Records the arguments of each replay, and reports that every token is the target's."""
+    recorded = []
 
     def certify(folder, tokens, generated, sampling, progress, ends, kernels):
-        seen.append((folder, tuple(tokens), tuple(generated), sampling))
+        recorded.append((folder, tuple(tokens), tuple(generated), sampling))
         return Report(len(generated), len(generated), (), (), 1024)
 
     monkeypatch.setattr("outrider.orchestrator.cli.verify.certify", certify)
-    return seen
+    return recorded
 
 
-def test_verify_takes_model_prompt_and_sampling_from_the_file(run, codec, output, claims):
+def test_verify_takes_model_prompt_and_sampling_from_the_file(run, codec, output, replays):
     found, file = output
     code, out, err = run("verify", "--json-file", str(file))
     assert (code, err) == (0, "") and out.endswith("0 mismatches: certified\n")
     expected = SamplingParams(
         temp=0.5, seed=5, logit_bias=((11, -5.0),), stop=("zz",), max_tokens=len(found["token_ids"])
     )
-    assert claims == [(TINY_TARGET, codec.encode("def f("), tuple(found["token_ids"]), expected)]
+    assert replays == [(TINY_TARGET, codec.encode("def f("), tuple(found["token_ids"]), expected)]
 
 
-def test_grammar_and_logprobs_round_trip_through_json(run, stand, codec, tmp_path, claims):
+def test_grammar_and_logprobs_round_trip_through_json(run, server, codec, tmp_path, replays):
     tokens = codec.encode("12", special=False)
     rows = Logprobs(np.array([[t, t] for t in tokens], np.int32), np.full((len(tokens), 2), -0.25, np.float32))
-    stand.core.play = lambda admit: [
+    server.core.on_admit = lambda admit: [
         RequestBegan(admit.request, "ssd"), Committed(admit.request, tokens, rows),
         RequestEnded(admit.request, "length", Timings(predicted_n=len(tokens))),
     ]  # fmt: skip
     file, schema = tmp_path / "output.json", tmp_path / "schema.json"
     schema.write_text('{"type": "integer"}')
-    wish = ("-p", "x", "--connect", stand.endpoint, "--json", "-m", str(len(tokens)), "--logprobs", "1")
-    code, out, _ = run("generate", *wish, "--json-schema", str(schema))
+    flags = ("-p", "x", "--connect", server.endpoint, "--json", "-m", str(len(tokens)), "--logprobs", "1")
+    code, out, _ = run("generate", *flags, "--json-schema", str(schema))
     first = {"token": tokens[0], "logprob": -0.25, "top": [[tokens[0], -0.25]]}
     assert code == 0 and json.loads(out)["logprobs"][0] == first
     file.write_text(out)
     assert run("verify", "--json-file", str(file))[0] == 0
-    assert claims[0][3].grammar == Grammar.json_schema('{"type": "integer"}') == stand.core.told[0].sampling.grammar
-    run("generate", *wish, "--json-schema", ' {"type": "integer"}')
-    assert stand.core.told[1].sampling.grammar == Grammar.json_schema('{"type": "integer"}')
-    run("generate", *wish, "--regex", "[0-9]+")
-    assert stand.core.told[2].sampling.grammar == Grammar("regex", "[0-9]+")
-    assert run("generate", *wish, "--grammar", str(tmp_path / "none"))[0] == 2
+    assert (
+        replays[0][3].grammar == Grammar.json_schema('{"type": "integer"}') == server.core.received[0].sampling.grammar
+    )
+    run("generate", *flags, "--json-schema", ' {"type": "integer"}')
+    assert server.core.received[1].sampling.grammar == Grammar.json_schema('{"type": "integer"}')
+    run("generate", *flags, "--regex", "[0-9]+")
+    assert server.core.received[2].sampling.grammar == Grammar("regex", "[0-9]+")
+    assert run("generate", *flags, "--grammar", str(tmp_path / "none"))[0] == 2
 
 
-def test_verify_flags_override_the_file(run, codec, output, claims):
+def test_verify_flags_override_the_file(run, codec, output, replays):
     _, file = output
     run("verify", "--json-file", str(file), "--prompt", "def g(", "--temp", "0", "--seed", "6")
-    assert claims[0][1] == codec.encode("def g(") and (claims[0][3].temp, claims[0][3].seed) == (0, 6)
+    assert replays[0][1] == codec.encode("def g(") and (replays[0][3].temp, replays[0][3].seed) == (0, 6)
 
 
 @pytest.mark.parametrize("ignored", [True, False])
 def test_verify_replays_end_tokens_as_the_server_does(run, codec, output, monkeypatch, ignored):
-    """No token ends a text that ignores them, so `min_tokens` excludes none."""
+    """If end tokens are ignored, `min_tokens` must not exclude them."""
     found, file = output
     found["sampling"] |= {"ignore_eos": ignored, "min_tokens": 2}
     file.write_text(json.dumps(found))
@@ -559,14 +561,14 @@ def test_verify_replays_end_tokens_as_the_server_does(run, codec, output, monkey
         ({"finish_reason": "eos"}, "is eos, but it ends with length"),
     ],
 )
-def test_verify_detects_a_changed_file(run, output, claims, changes, fault):
+def test_verify_detects_a_changed_file(run, output, replays, changes, fault):
     found, file = output
     file.write_text(json.dumps({**found, **changes}))
     code, out, _ = run("verify", "--json-file", str(file))
     assert code == 1 and "NOT the target's output" in out and fault in out
     code, out, _ = run("verify", "--json-file", str(file), "--json")
-    told = json.loads(out)
-    assert (code, told["certified"], told["mismatches"]) == (1, False, []) and fault in " ".join(told["faults"])
+    report = json.loads(out)
+    assert (code, report["certified"], report["mismatches"]) == (1, False, []) and fault in " ".join(report["faults"])
 
 
 @pytest.mark.parametrize(
@@ -576,7 +578,7 @@ def test_verify_detects_a_changed_file(run, output, claims, changes, fault):
         {"sampling": {"temp": -1}}, {"prompt_tokens": None}, {"prompt": None}, {"model": 3}, {"prompt_tokens": 999},
     ],
 )  # fmt: skip
-def test_verify_refuses_a_file_that_is_not_an_output(run, output, claims, changes):
+def test_verify_refuses_a_file_that_is_not_an_output(run, output, replays, changes):
     found, file = output
     file.write_text(json.dumps({**found, **changes}))
     code, out, err = run("verify", "--json-file", str(file))
@@ -584,28 +586,28 @@ def test_verify_refuses_a_file_that_is_not_an_output(run, output, claims, change
 
 
 @pytest.mark.parametrize("name", ["model", "seed"])
-def test_verify_names_what_a_file_lacks(run, output, claims, name):
+def test_verify_names_what_a_file_lacks(run, output, replays, name):
     found, file = output
     del found[name]
     file.write_text(json.dumps(found))
     assert f"can't be used (it has no '{name}'); expected the output of" in run("verify", "--json-file", str(file))[2]
 
 
-def test_verify_accepts_an_older_file_with_flags(run, codec, output, claims):
+def test_verify_accepts_an_older_file_with_flags(run, codec, output, replays):
     found, file = output
     for name in ("prompt", "chat_template", "sampling"):
         del found[name]
     file.write_text(json.dumps(found))
     length = str(len(found["token_ids"]))
     assert run("verify", "--json-file", str(file), "-p", "def f(", "--temp", "0.5", "-m", length)[0] == 0
-    assert (claims[0][3].temp, claims[0][3].seed) == (0.5, 5)
+    assert (replays[0][3].temp, replays[0][3].seed) == (0.5, 5)
 
 
-def test_verify_reads_a_prompt_on_stdin_once(run, stand, codec, claims, monkeypatch):
-    stand.core.play = says(codec, "x", "length")
+def test_verify_reads_a_prompt_on_stdin_once(run, server, codec, replays, monkeypatch):
+    server.core.on_admit = generates(codec, "x", "length")
     monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
-    assert run("verify", "-p", "-", "-m", "1", "--connect", stand.endpoint)[0] == 0
-    assert claims[0][1] == codec.encode("from stdin")
+    assert run("verify", "-p", "-", "-m", "1", "--connect", server.endpoint)[0] == 0
+    assert replays[0][1] == codec.encode("from stdin")
 
 
 @pytest.mark.parametrize(("flags", "kernels"), [((), "unset"), (("--cpu-kernels", "mlx"), "mlx")])

@@ -1,4 +1,4 @@
-"""`outrider chat` with a scripted server: its requests, its output, and the saved conversation."""
+"""`outrider chat` with a scripted server: its requests, its output, and saved conversations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from outrider.protocol.errors import InvalidRequest, PromptTooLong, ServerStoppe
 from outrider.protocol.messages import Failed, Progress, Timings
 from outrider.protocol.schema import Origin
 from outrider.protocol.stats import Report
-from tests.orchestrator.stand import says, worker_stats
+from tests.orchestrator.scripted_server import generates, worker_stats
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -47,7 +47,7 @@ CTRL_C = "^C"
 
 
 class Terminal(io.StringIO):
-    """A person's lines; the line `CTRL_C` is an interrupt."""
+    """The stdin of a terminal. The line `CTRL_C` is an interrupt."""
 
     def isatty(self) -> bool:
         return True
@@ -60,59 +60,64 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def served(make_stand):
-    """A stand whose target says where its model is, as a worker does."""
-    stand = make_stand(max_active=1)
+def server(make_server):
+    """A server whose target reports the folder of its model, as a worker does."""
+    server = make_server(max_active=1)
     target = replace(worker_stats("target"), model=str(TINY_TARGET))
-    stand.lines.events.put(WorkersChanged((target, worker_stats("draft"))))
-    return stand.start(ready=False)
+    server.queues.events.put(WorkersChanged((target, worker_stats("draft"))))
+    return server.start(ready=False)
 
 
 @pytest.fixture
-def talk(served, monkeypatch, capsys):
-    """`talk("line", ..., flags=(...))` -> exit code, stdout, stderr."""
+def talk(server, monkeypatch, capsys):
+    """`talk("line", ..., flags=(...))` runs a chat with these lines as input -> exit code, stdout, stderr."""
 
-    def call(*lines, flags=(), person=True):
+    def call(*lines, flags=(), is_terminal=True):
         given = "".join(f"{line}\n" for line in lines)
-        monkeypatch.setattr("sys.stdin", Terminal(given) if person else io.StringIO(given))
-        code = main(["chat", "--connect", served.endpoint, *flags])
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        monkeypatch.setattr("sys.stdin", Terminal(given) if is_terminal else io.StringIO(given))
+        code = main(["chat", "--connect", server.endpoint, *flags])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return call
 
 
 @pytest.fixture
-def templated(monkeypatch):
+def with_template(monkeypatch):
     for user in ("pairing.tokenizer", "cli.generate"):
         monkeypatch.setattr(f"outrider.orchestrator.{user}.chat_template", lambda folder: TEMPLATE)
 
 
-def prompts(served):
-    return [served.codec.decode(event.tokens) for event in served.core.told if isinstance(event, Admit)]
+def prompts(server):
+    return [server.codec.decode(event.tokens) for event in server.core.received if isinstance(event, Admit)]
 
 
-def as_prompt(*turns):
+def format_prompt(*turns):
     roles = ("user", "assistant")
     return render_template(TEMPLATE, [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)], {})
 
 
-def test_server_with_a_model_that_this_machine_lacks_is_reported(served, talk, tmp_path):
+def test_server_with_a_model_that_this_machine_lacks_is_reported(server, talk, tmp_path):
     target = replace(worker_stats("target"), model=str(tmp_path / "there"))
-    served.lines.events.put(WorkersChanged((target,)))
-    while served.client().stats().workers[0].model != target.model:
+    server.queues.events.put(WorkersChanged((target,)))
+    while server.client().stats().workers[0].model != target.model:
         pass
-    code, out, said = talk("hi")
+    code, out, err = talk("hi")
     assert (code, out) == (3, "")
-    assert f"the server's model is in {tmp_path}/there on its own machine, and this one needs its tokenizer" in said
+    assert f"the server's model is in {tmp_path}/there on its own machine, and this one needs its tokenizer" in err
 
 
-def test_each_turn_sends_the_whole_conversation(served, talk, templated):
-    served.core.play = says(served.codec, "yes")
+def test_each_turn_sends_the_whole_conversation(server, talk, with_template):
+    server.core.on_admit = generates(server.codec, "yes")
     code, out, err = talk("one", "two", "/undo", "three", "/clear", "four", "/quit", "never said")
     assert code == 0 and out.count("yes\n") == 4 and err.count("tok/s") == 4
-    expected = [as_prompt("one"), as_prompt("one", "yes", "two"), as_prompt("one", "yes", "three"), as_prompt("four")]
-    assert prompts(served) == expected
+    expected = [
+        format_prompt("one"),
+        format_prompt("one", "yes", "two"),
+        format_prompt("one", "yes", "three"),
+        format_prompt("four"),
+    ]
+    assert prompts(server) == expected
 
 
 @pytest.mark.parametrize(
@@ -120,25 +125,25 @@ def test_each_turn_sends_the_whole_conversation(served, talk, templated):
     [((), 0.6, 0.9), (("--temp", "0"), 0.0, 0.9), (("--top-p", "1"), 0.6, 1.0)],
 )
 def test_sampling_is_the_models_own_unless_flags_say_otherwise(
-    served, talk, templated, monkeypatch, flags, temp, top_p
+    server, talk, with_template, monkeypatch, flags, temp, top_p
 ):
     own = {"temp": 0.6, "top_p": 0.9}
     monkeypatch.setattr("outrider.orchestrator.cli.chat.read_default_sampling", lambda folder: own)
-    served.core.play = says(served.codec, "yes")
+    server.core.on_admit = generates(server.codec, "yes")
     assert talk("one", flags=flags)[0] == 0
-    (sampling,) = [event.sampling for event in served.core.told if isinstance(event, Admit)]
+    (sampling,) = [event.sampling for event in server.core.received if isinstance(event, Admit)]
     assert (sampling.temp, sampling.top_p) == (temp, top_p)
 
 
 @pytest.mark.parametrize("name", ["/quit", "/exit", "/bye"])
-def test_quit_exit_and_bye_end_the_chat(served, talk, templated, name):
-    served.core.play = says(served.codec, "yes")
+def test_quit_exit_and_bye_end_the_chat(server, talk, with_template, name):
+    server.core.on_admit = generates(server.codec, "yes")
     code, _, err = talk("one", name, "never said")
-    assert code == 0 and "unknown command" not in err and len(prompts(served)) == 1
+    assert code == 0 and "unknown command" not in err and len(prompts(server)) == 1
 
 
-def test_conversation_that_does_not_fit_on_the_disk_leaves_the_saved_one(served, talk, tmp_path, monkeypatch):
-    served.core.play = says(served.codec, "yes")
+def test_conversation_that_does_not_fit_on_the_disk_leaves_the_saved_one(server, talk, tmp_path, monkeypatch):
+    server.core.on_admit = generates(server.codec, "yes")
     file = tmp_path / "talk.json"
     file.write_text("the old one")
     file.chmod(0o600)
@@ -154,92 +159,94 @@ def test_conversation_that_does_not_fit_on_the_disk_leaves_the_saved_one(served,
     assert len(json.loads(file.read_text())) == 2 and file.stat().st_mode & 0o777 == 0o600
 
 
-def test_nothing_to_save_leaves_the_saved_conversation(served, talk, tmp_path):
-    """An empty list is no conversation that --chat continues."""
+def test_nothing_to_save_leaves_the_saved_conversation(server, talk, tmp_path):
+    """`--chat` would refuse a file with an empty list."""
     file = tmp_path / "talk.json"
     file.write_text("the old one")
     _, _, err = talk(f"/save {file}")
     assert "There is no message to save." in err and file.read_text() == "the old one"
 
 
-def test_what_is_no_file_is_not_replaced_by_a_conversation(served, talk, tmp_path):
+def test_saving_a_conversation_replaces_only_regular_files(server, talk, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     _, _, err = talk(f"/save {pipe}", flags=("--system-prompt", "Be brief."))
     assert "can't be written (it is not a file); choose another file" in err and pipe.is_fifo()
 
 
-def test_without_a_template_turns_are_concatenated_with_a_note(served, talk):
-    served.core.play = says(served.codec, "    return 1")
-    _, _, err = talk("def f(x):", "print(", person=False)
-    assert prompts(served) == [f"<|endoftext|>{text}" for text in ("def f(x):", "def f(x):    return 1\nprint(")]
+def test_without_a_template_turns_are_concatenated_with_a_note(server, talk):
+    server.core.on_admit = generates(server.codec, "    return 1")
+    _, _, err = talk("def f(x):", "print(", is_terminal=False)
+    assert prompts(server) == [f"<|endoftext|>{text}" for text in ("def f(x):", "def f(x):    return 1\nprint(")]
     assert err.startswith("Note: this model has no chat template")
 
 
-def test_conversation_is_saved_and_resumed(served, talk, templated, tmp_path):
-    served.core.play = says(served.codec, "yes, é")
+def test_conversation_is_saved_and_resumed(server, talk, with_template, tmp_path):
+    server.core.on_admit = generates(server.codec, "yes, é")
     file = tmp_path / "talk.json"
     talk("hello", f"/save {file}", flags=("--system-prompt", "Be brief."))
-    said = [("system", "Be brief."), ("user", "hello"), ("assistant", "yes, é")]
-    assert json.loads(file.read_text()) == [{"role": role, "content": text} for role, text in said]
+    messages = [("system", "Be brief."), ("user", "hello"), ("assistant", "yes, é")]
+    assert json.loads(file.read_text()) == [{"role": role, "content": text} for role, text in messages]
     code, _, _ = talk("/clear", "again", flags=("--chat", str(file)))
-    assert (code, prompts(served)[1]) == (0, "<system>Be brief.\n<user>again\n<a>")
-    assert main(["chat", "--connect", served.endpoint, "--chat", str(file), "--system-prompt", "x"]) == 2
+    assert (code, prompts(server)[1]) == (0, "<system>Be brief.\n<user>again\n<a>")
+    assert main(["chat", "--connect", server.endpoint, "--chat", str(file), "--system-prompt", "x"]) == 2
 
 
-def test_colors_show_token_origins_and_leave_the_text_unchanged(served, talk):
-    tokens = served.codec.encode("def f(x): return 'é☃'\n", special=False)
-    told = tuple(Origin(i % len(Origin)) for i in range(len(tokens)))
-    served.core.play = lambda admit: [
+def test_colors_show_token_origins_and_leave_the_text_unchanged(server, talk):
+    tokens = server.codec.encode("def f(x): return 'é☃'\n", special=False)
+    origins = tuple(Origin(i % len(Origin)) for i in range(len(tokens)))
+    server.core.on_admit = lambda admit: [
         RequestBegan(admit.request, "ssd"),
-        *(Committed(admit.request, tokens[i : i + 3], origins=told[i : i + 3]) for i in range(0, len(tokens), 3)),
+        *(Committed(admit.request, tokens[i : i + 3], origins=origins[i : i + 3]) for i in range(0, len(tokens), 3)),
         RequestEnded(admit.request, "length", Timings(predicted_n=len(tokens))),
     ]
-    _, out, err = talk("x", flags=("--colors",), person=False)
-    assert served.core.told[0].origins
+    _, out, err = talk("x", flags=("--colors",), is_terminal=False)
+    assert server.core.received[0].origins
     assert re.sub(r"\x1b\[\d+m", "", out) == "def f(x): return 'é☃'\n\n"
     coloured = {colour: "".join(re.findall(re.escape(colour) + r"(.*?)" + re.escape(RESET_COLOUR), out, re.DOTALL))
                 for colour, _ in ORIGINS.values() if colour}  # fmt: skip
     for origin, (colour, _) in ORIGINS.items():
-        own = [served.codec.decode((t,)) for t, o in zip(tokens, told, strict=True) if o is origin]
+        own = [server.codec.decode((t,)) for t, o in zip(tokens, origins, strict=True) if o is origin]
         if colour and not any("\ufffd" in text for text in own):
             assert coloured[colour] == "".join(own)
     plain = re.sub(r"\x1b\[\d+m", "", err)
-    assert Counter({o: int(n) for o in Origin for n in re.findall(rf"(\d+) {ORIGINS[o][1]}", plain)}) == Counter(told)
+    assert Counter({o: int(n) for o in Origin for n in re.findall(rf"(\d+) {ORIGINS[o][1]}", plain)}) == Counter(
+        origins
+    )
     assert "Colours: " in err
 
 
-def test_without_colors_origins_are_not_requested_or_shown(served, talk):
-    served.core.play = says(served.codec, "yes")
+def test_without_colors_origins_are_not_requested_or_shown(server, talk):
+    server.core.on_admit = generates(server.codec, "yes")
     _, out, err = talk("x")
-    assert not served.core.told[0].origins and "\x1b" not in out + err
+    assert not server.core.received[0].origins and "\x1b" not in out + err
 
 
-def test_interrupt_stops_the_answer_but_not_the_chat(served, talk, templated, monkeypatch):
+def test_interrupt_stops_the_answer_but_not_the_chat(server, talk, with_template, monkeypatch):
     def interrupted(admit):
-        if len(prompts(served)) > 1:
-            return says(served.codec, "done")(admit)
+        if len(prompts(server)) > 1:
+            return generates(server.codec, "done")(admit)
         return [
             RequestBegan(admit.request, "ssd"),
-            Committed(admit.request, served.codec.encode("half", special=False)),
+            Committed(admit.request, server.codec.encode("half", special=False)),
         ]
 
     class Interrupting(chat.Painter):
         def paint_chunk(self, chunk):
             print(chunk.text, end="")
-            if len(prompts(served)) == 1:
+            if len(prompts(server)) == 1:
                 raise KeyboardInterrupt
             return ""
 
-    served.core.play = interrupted
+    server.core.on_admit = interrupted
     monkeypatch.setattr(chat, "Painter", Interrupting)
     code, out, err = talk("one", "two")
     assert code == 0 and "half\n" in out and "done\n" in out and "[stopped]" in err
-    assert served.core.wait_for(Stop)[0].reason == "cancelled"
-    assert prompts(served)[1] == as_prompt("one", "half", "two")
+    assert server.core.wait_for(Stop)[0].reason == "cancelled"
+    assert prompts(server)[1] == format_prompt("one", "half", "two")
 
 
-# A shell's background jobs begin with interrupts ignored, and so would this one.
+# The process of the tests may ignore interrupts, as a shell's background jobs do, and a child inherits that.
 INTERRUPTIBLE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -247,19 +254,20 @@ from outrider.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
 READY = b"\x1b[?2004h"
-"""What the editor says when it takes a message: pasted texts are to be marked."""
+"""Turns on bracketed paste. The line editor writes it when it is ready for a message."""
 
 
-class Typist:
-    """`outrider chat` at a terminal, as a person has it."""
+class ChatProcess:
+    """Runs `outrider chat` in a pseudo-terminal."""
 
     def __init__(self, home, *arguments):
-        self._ours, theirs = os.openpty()
-        self.before = termios.tcgetattr(self._ours)
+        self._terminal, child_terminal = os.openpty()
+        self.initial_attributes = termios.tcgetattr(self._terminal)
         environment = child_environment() | {"XDG_STATE_HOME": str(home), "TERM": "xterm"}
         command = python("-c", INTERRUPTIBLE, "chat", *arguments)
-        self.process = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
-        os.close(theirs)
+        streams = {"stdin": child_terminal, "stdout": child_terminal, "stderr": child_terminal}
+        self.process = subprocess.Popen(command, env=environment, **streams)
+        os.close(child_terminal)
 
     def __enter__(self):
         return self
@@ -267,118 +275,118 @@ class Typist:
     def __exit__(self, *_):
         self.process.kill()
         self.process.wait()
-        os.close(self._ours)
+        os.close(self._terminal)
 
-    def until(self, words):
+    def expect(self, words):
         received = b""
         while words not in received:
-            assert select.select([self._ours], [], [], 100)[0], f"silence, after {received!r}"
-            more = os.read(self._ours, 4096)
-            assert more, f"the end, after {received!r}"
+            assert select.select([self._terminal], [], [], 100)[0], f"no output after {received!r}"
+            more = os.read(self._terminal, 4096)
+            assert more, f"the output ended after {received!r}"
             received += more
         return received
 
-    def types(self, keys):
-        os.write(self._ours, keys)
+    def send(self, keys):
+        os.write(self._terminal, keys)
 
-    def says(self, keys):
-        """A message, and the answer to it; what was shown meanwhile."""
-        self.types(keys + b"\r")
-        return self.until(READY)
+    def send_message(self, keys):
+        """Sends a message and waits for the end of the answer. Returns the output."""
+        self.send(keys + b"\r")
+        return self.expect(READY)
 
-    def quits(self):
-        self.types(b"/quit\r")
+    def quit(self):
+        self.send(b"/quit\r")
         return self.process.wait(200)
 
     @property
     def attributes(self):
-        return termios.tcgetattr(self._ours)
+        return termios.tcgetattr(self._terminal)
 
 
 @contextmanager
-def answering(served, home):
-    """A chat in the middle of an answer, whose end the target never gets to by itself."""
-    half = served.codec.encode("half", special=False)
-    served.core.play = lambda admit: [RequestBegan(admit.request, "ssd"), Committed(admit.request, half)]
-    with Typist(home, "--connect", served.endpoint) as typist:
-        typist.until(READY)
-        typist.types(b"one\r")
-        typist.until(b"half")
-        yield typist
+def chat_during_answer(server, home):
+    """A chat in the middle of an answer that ends only when it is stopped."""
+    half = server.codec.encode("half", special=False)
+    server.core.on_admit = lambda admit: [RequestBegan(admit.request, "ssd"), Committed(admit.request, half)]
+    with ChatProcess(home, "--connect", server.endpoint) as session:
+        session.expect(READY)
+        session.send(b"one\r")
+        session.expect(b"half")
+        yield session
 
 
-def test_sigint_on_a_terminal_stops_the_answer_and_quit_exits(served, tmp_path):
-    with answering(served, tmp_path) as typist:
-        typist.process.send_signal(signal.SIGINT)
-        typist.until(READY)
-        assert typist.quits() == 0
-    assert served.core.wait_for(Stop)[0].reason == "cancelled"
+def test_sigint_on_a_terminal_stops_the_answer_and_quit_exits(server, tmp_path):
+    with chat_during_answer(server, tmp_path) as session:
+        session.process.send_signal(signal.SIGINT)
+        session.expect(READY)
+        assert session.quit() == 0
+    assert server.core.wait_for(Stop)[0].reason == "cancelled"
 
 
-def test_ctrl_d_during_an_answer_ends_the_chat_after_it(served, tmp_path):
-    with answering(served, tmp_path) as typist:
-        typist.types(b"\x04")
-        typist.process.send_signal(signal.SIGINT)
-        assert typist.process.wait(30) == 0
+def test_ctrl_d_during_an_answer_ends_the_chat_after_it(server, tmp_path):
+    with chat_during_answer(server, tmp_path) as session:
+        session.send(b"\x04")
+        session.process.send_signal(signal.SIGINT)
+        assert session.process.wait(30) == 0
 
 
-def test_interrupt_while_the_prompt_is_read_erases_the_progress(served, tmp_path):
-    served.core.play = lambda admit: [RequestBegan(admit.request, "ssd"), Progress(admit.request, 512, 751)]
-    with Typist(tmp_path, "--connect", served.endpoint) as typist:
-        typist.until(READY)
-        typist.types(b"one\r")
-        typist.until(b"512 of 751 tokens")
-        typist.process.send_signal(signal.SIGINT)
-        assert typist.until(READY).startswith(b"\r\x1b[KThere was no answer")
-        assert typist.quits() == 0
+def test_interrupt_while_the_prompt_is_read_erases_the_progress(server, tmp_path):
+    server.core.on_admit = lambda admit: [RequestBegan(admit.request, "ssd"), Progress(admit.request, 512, 751)]
+    with ChatProcess(tmp_path, "--connect", server.endpoint) as session:
+        session.expect(READY)
+        session.send(b"one\r")
+        session.expect(b"512 of 751 tokens")
+        session.process.send_signal(signal.SIGINT)
+        assert session.expect(READY).startswith(b"\r\x1b[KThere was no answer")
+        assert session.quit() == 0
 
 
-def test_wrapped_line_has_no_mark_of_a_new_line(served, tmp_path):
-    with Typist(tmp_path, "--connect", served.endpoint) as typist:
-        typist.until(READY)
-        typist.types(b"word " * 30 + b"end\\\rnext")
-        assert typist.until(b"next").count(b"... ") == 1
-        typist.process.terminate()
-        typist.process.wait(200)
+def test_wrapped_line_has_no_continuation_prompt(server, tmp_path):
+    with ChatProcess(tmp_path, "--connect", server.endpoint) as session:
+        session.expect(READY)
+        session.send(b"word " * 30 + b"end\\\rnext")
+        assert session.expect(b"next").count(b"... ") == 1
+        session.process.terminate()
+        session.process.wait(200)
 
 
-def test_multiline_messages_are_sent_and_kept_in_the_history(served, tmp_path):
-    served.core.play = says(served.codec, "yes")
-    with Typist(tmp_path, "--connect", served.endpoint) as typist:
-        typist.until(READY)
-        typist.says(b"\x1b[200~def f():\r\n    a\n/undo\n\x1b[201~")
-        assert b"The conversation is cleared." in typist.says(b"/cl\t")
-        typist.says(b'"""\r/clear\r\rx\r"""')
-        typist.says(b"/clear")
-        typist.says(b"one\\\rtwo\x1b\rthree")
-        assert typist.quits() == 0
-    said = ["def f():\n    a\n/undo\n", "/clear\n\nx", "one\ntwo\nthree"]
-    assert prompts(served) == [f"<|endoftext|>{text}" for text in said]
-    kept = tmp_path / "outrider" / "chat_history"
-    assert kept.stat().st_mode & 0o777 == 0o600
-    with Typist(tmp_path, "--connect", served.endpoint) as typist:
-        typist.until(READY)
-        typist.says(b"\x1b[A\x1b[A")  # /quit is the newest
-        assert prompts(served)[3] == prompts(served)[2]
-        typist.process.terminate()
-        assert typist.process.wait(200) == 128 + signal.SIGTERM and typist.attributes == typist.before
+def test_multiline_messages_are_sent_and_kept_in_the_history(server, tmp_path):
+    server.core.on_admit = generates(server.codec, "yes")
+    with ChatProcess(tmp_path, "--connect", server.endpoint) as session:
+        session.expect(READY)
+        session.send_message(b"\x1b[200~def f():\r\n    a\n/undo\n\x1b[201~")
+        assert b"The conversation is cleared." in session.send_message(b"/cl\t")
+        session.send_message(b'"""\r/clear\r\rx\r"""')
+        session.send_message(b"/clear")
+        session.send_message(b"one\\\rtwo\x1b\rthree")
+        assert session.quit() == 0
+    messages = ["def f():\n    a\n/undo\n", "/clear\n\nx", "one\ntwo\nthree"]
+    assert prompts(server) == [f"<|endoftext|>{text}" for text in messages]
+    history = tmp_path / "outrider" / "chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    with ChatProcess(tmp_path, "--connect", server.endpoint) as session:
+        session.expect(READY)
+        session.send_message(b"\x1b[A\x1b[A")  # /quit is the newest
+        assert prompts(server)[3] == prompts(server)[2]
+        session.process.terminate()
+        assert session.process.wait(200) == 128 + signal.SIGTERM and session.attributes == session.initial_attributes
 
 
 def test_interrupt_during_server_start_ends_all_processes_quietly(tmp_path):
-    with Typist(tmp_path) as typist:
-        typist.until(b"target:")
-        server = psutil.Process(typist.process.pid).children(recursive=True)
-        typist.process.send_signal(signal.SIGINT)
-        shown = typist.until(b"\r\n")
-        assert typist.process.wait(200) == 130
+    with ChatProcess(tmp_path) as session:
+        session.expect(b"target:")
+        processes = psutil.Process(session.process.pid).children(recursive=True)
+        session.process.send_signal(signal.SIGINT)
+        shown = session.expect(b"\r\n")
+        assert session.process.wait(200) == 130
         assert shown.endswith(b"\r\x1b[K\r\n") and b"Traceback" not in shown
-        assert server and not psutil.wait_procs(server, 100)[1]
+        assert processes and not psutil.wait_procs(processes, 100)[1]
 
 
-def test_piped_lines_are_sent_verbatim(served, talk):
-    served.core.play = says(served.codec, "yes")
-    talk('"""', "one\\", person=False)
-    assert prompts(served) == ['<|endoftext|>"""', '<|endoftext|>"""yes\none\\']
+def test_piped_lines_are_sent_verbatim(server, talk):
+    server.core.on_admit = generates(server.codec, "yes")
+    talk('"""', "one\\", is_terminal=False)
+    assert prompts(server) == ['<|endoftext|>"""', '<|endoftext|>"""yes\none\\']
 
 
 @pytest.mark.parametrize(
@@ -397,26 +405,28 @@ def test_quoted_block_is_text_and_not_a_command(typed, text, command):
     assert parse_entry(typed) == UserInput(text, command)
 
 
-def test_full_context_is_reported_and_drops_the_oldest_message(served, talk, templated):
-    served.core.play = says(served.codec, "yes", "length")
+def test_full_context_is_reported_and_drops_the_oldest_message(server, talk, with_template):
+    server.core.on_admit = generates(server.codec, "yes", "length")
     code, _, err = talk("one", "two", "/clear", "three")
     assert code == 0
-    assert prompts(served) == [as_prompt("one"), as_prompt("two"), as_prompt("three")]
+    assert prompts(server) == [format_prompt("one"), format_prompt("two"), format_prompt("three")]
     assert err.count("[cut off because the context is full (") == 3 and "--max-tokens" not in err
     assert "oldest message and its answer were removed: one" in err
 
 
-def test_too_long_conversation_continues_without_its_beginning(served, talk, templated):
-    served.core.play = says(served.codec, "yes")
+def test_too_long_conversation_continues_without_its_beginning(server, talk, with_template):
+    server.core.on_admit = generates(server.codec, "yes")
     first, second = "a " * 600, "b " * 600
     code, _, err = talk(first, second, "c " * 9999, "short")
-    assert code == 0 and prompts(served)[1] == as_prompt(second)
+    assert code == 0 and prompts(server)[1] == format_prompt(second)
     assert "oldest message and its answer were removed: a a a" in err
     assert "your message was removed" in err, "what is too long alone is refused"
-    assert prompts(served)[-1].endswith("<user>short\n<a>")
+    assert prompts(server)[-1].endswith("<user>short\n<a>")
 
 
-def test_any_number_of_messages_is_dropped_from_a_too_long_conversation(served, talk, templated, monkeypatch, tmp_path):
+def test_any_number_of_messages_is_dropped_from_a_too_long_conversation(
+    server, talk, with_template, monkeypatch, tmp_path
+):
     depths = []
 
     class Full:
@@ -433,73 +443,76 @@ def test_any_number_of_messages_is_dropped_from_a_too_long_conversation(served, 
     assert len(depths) == 4 and len(set(depths)) == 1, "no call within a call for each message"
 
 
-def test_answer_cut_at_max_tokens_is_marked(served, talk):
-    served.core.play = says(served.codec, "yes", "length")
-    tokens = len(served.codec.encode("yes", special=False))
+def test_answer_cut_at_max_tokens_is_marked(server, talk):
+    server.core.on_admit = generates(server.codec, "yes", "length")
+    tokens = len(server.codec.encode("yes", special=False))
     assert f"[cut off after {tokens} tokens (--max-tokens) | " in talk("x", flags=("-m", str(tokens)))[2]
 
 
-def test_undo_prints_the_removed_message(served, talk):
-    served.core.play = says(served.codec, "yes")
+def test_undo_prints_the_removed_message(server, talk):
+    server.core.on_admit = generates(server.codec, "yes")
     assert "Removed with its answer: first " + "word " * 10 in talk("first " + "word " * 50, "/undo")[2]
 
 
 class DyingClient:
-    """A client of a server that dies at each question."""
+    """A client of a server that dies at each request."""
 
     def ask(self, *_, **__):
         raise ServerStopped("the server died (signal 9)")
 
 
 @pytest.fixture
-def chat_with_own_servers(served, monkeypatch, capsys):
-    """`chat` with servers of its own, of which the first `dead` die; typed lines -> exit code, stdout, stderr."""
+def chat_with_own_servers(server, monkeypatch, capsys):
+    """Returns a function that runs a chat with these lines as input, whose first `dead` servers die.
 
-    def call(*lines, dead, person=True):
-        clients = iter([*(DyingClient() for _ in range(dead)), served.client()])
+    It returns the exit code, stdout and stderr.
+    """
+
+    def call(*lines, dead, is_terminal=True):
+        clients = iter([*(DyingClient() for _ in range(dead)), server.client()])
 
         @contextmanager
-        def server(options, screen):
+        def open_next_client(options, screen):
             yield next(clients)
 
-        monkeypatch.setattr(chat, "open_client", server)
+        monkeypatch.setattr(chat, "open_client", open_next_client)
         given = "".join(f"{line}\n" for line in lines)
-        monkeypatch.setattr("sys.stdin", Terminal(given) if person else io.StringIO(given))
+        monkeypatch.setattr("sys.stdin", Terminal(given) if is_terminal else io.StringIO(given))
         code = main(["chat"])
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return call
 
 
-def test_dead_server_is_restarted_if_the_user_agrees(served, chat_with_own_servers, templated):
-    served.core.play = says(served.codec, "yes")
+def test_dead_server_is_restarted_if_the_user_agrees(server, chat_with_own_servers, with_template):
+    server.core.on_admit = generates(server.codec, "yes")
     code, out, err = chat_with_own_servers("one", "", "y", "two", dead=2)
     assert code == 0 and out.count("yes") == 2 and err.count("Start the server again and continue? [Y/n]") == 2
-    assert prompts(served) == [as_prompt("one"), as_prompt("one", "yes", "two")]
+    assert prompts(server) == [format_prompt("one"), format_prompt("one", "yes", "two")]
     assert err.count("/help lists") == 1
 
 
 @pytest.mark.parametrize("answer", [("n",), (), (CTRL_C,)], ids=["no", "ctrl-d", "ctrl-c"])
-def test_dead_server_ends_the_chat_unless_a_restart_is_accepted(served, chat_with_own_servers, answer):
+def test_dead_server_ends_the_chat_unless_a_restart_is_accepted(server, chat_with_own_servers, answer):
     code, _, err = chat_with_own_servers("one", *answer, dead=1)
-    assert code == WorkerError.exit_code and err.count("the server died (signal 9)") == 1 and not served.core.told
+    assert code == WorkerError.exit_code and err.count("the server died (signal 9)") == 1 and not server.core.received
     assert err.endswith("Start the server again and continue? [Y/n] " + ("" if answer == ("n",) else "\n"))
 
 
-def test_dead_server_ends_the_chat_without_a_terminal(served, chat_with_own_servers):
-    code, _, err = chat_with_own_servers("one", dead=1, person=False)
+def test_dead_server_ends_the_chat_without_a_terminal(server, chat_with_own_servers):
+    code, _, err = chat_with_own_servers("one", dead=1, is_terminal=False)
     assert code == WorkerError.exit_code and err.endswith("outrider chat: the server died (signal 9)\n")
-    assert "[Y/n]" not in err and not served.core.told
+    assert "[Y/n]" not in err and not server.core.received
 
 
-def test_only_text_goes_to_stdout(served, talk):
-    served.core.play = says(served.codec, "yes")
+def test_only_text_goes_to_stdout(server, talk):
+    server.core.on_admit = generates(server.codec, "yes")
     _, out, err = talk("one")
     assert out == "yes\n" and "> " in err
 
 
-def test_interrupt_at_the_prompt_does_not_end_the_chat(served, monkeypatch, capsys):
+def test_interrupt_at_the_prompt_does_not_end_the_chat(server, monkeypatch, capsys):
     lines = iter([KeyboardInterrupt, "x", EOFError])
 
     def typed():
@@ -508,24 +521,24 @@ def test_interrupt_at_the_prompt_does_not_end_the_chat(served, monkeypatch, caps
             return line
         raise line
 
-    served.core.play = says(served.codec, "yes")
+    server.core.on_admit = generates(server.codec, "yes")
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr("builtins.input", typed)
-    assert main(["chat", "--connect", served.endpoint]) == 0
+    assert main(["chat", "--connect", server.endpoint]) == 0
     assert "yes\n" in capsys.readouterr().out
 
 
-def test_piped_messages_before_one_that_is_not_utf8_are_answered(served, monkeypatch, capsys):
-    served.core.play = says(served.codec, "yes")
+def test_piped_messages_before_one_that_is_not_utf8_are_answered(server, monkeypatch, capsys):
+    server.core.on_admit = generates(server.codec, "yes")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x\n\xff\nx\n")))
-    assert main(["chat", "--connect", served.endpoint]) == InvalidRequest.exit_code
-    told = capsys.readouterr()
-    assert told.out.count("yes") == 1 and "the message is not UTF-8; expected text in UTF-8" in told.err
+    assert main(["chat", "--connect", server.endpoint]) == InvalidRequest.exit_code
+    captured = capsys.readouterr()
+    assert captured.out.count("yes") == 1 and "the message is not UTF-8; expected text in UTF-8" in captured.err
 
 
-@pytest.mark.parametrize("person", [True, False])
-def test_invalid_utf8_is_reported_and_ends_only_piped_input(served, monkeypatch, capsys, person):
-    served.core.play = says(served.codec, "yes")
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_invalid_utf8_is_reported_and_ends_only_piped_input(server, monkeypatch, capsys, is_terminal):
+    server.core.on_admit = generates(server.codec, "yes")
     lines = iter([b"\xff", b"x"])
 
     def typed():
@@ -534,26 +547,26 @@ def test_invalid_utf8_is_reported_and_ends_only_piped_input(served, monkeypatch,
             raise EOFError
         return line.decode()
 
-    monkeypatch.setattr("sys.stdin", Terminal() if person else io.StringIO())
+    monkeypatch.setattr("sys.stdin", Terminal() if is_terminal else io.StringIO())
     monkeypatch.setattr("builtins.input", typed)
-    code = main(["chat", "--connect", served.endpoint])
-    told = capsys.readouterr()
-    assert "the message is not UTF-8" in told.err
-    assert (code, "yes" in told.out) == ((0, True) if person else (InvalidRequest.exit_code, False))
+    code = main(["chat", "--connect", server.endpoint])
+    captured = capsys.readouterr()
+    assert "the message is not UTF-8" in captured.err
+    assert (code, "yes" in captured.out) == ((0, True) if is_terminal else (InvalidRequest.exit_code, False))
 
 
-@pytest.mark.parametrize("person", [True, False])
-def test_failed_request_is_reported_and_ends_only_piped_input(served, talk, templated, person):
-    def play(admit):
-        if len(prompts(served)) > 1:
-            return says(served.codec, "yes")(admit)
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_failed_request_is_reported_and_ends_only_piped_input(server, talk, with_template, is_terminal):
+    def on_admit(admit):
+        if len(prompts(server)) > 1:
+            return generates(server.codec, "yes")(admit)
         return [RequestBegan(admit.request, "ssd"), Failed(admit.request, "WorkerError", "the target was lost")]
 
-    served.core.play = play
-    code, out, err = talk("one", "two", person=person)
+    server.core.on_admit = on_admit
+    code, out, err = talk("one", "two", is_terminal=is_terminal)
     assert "the target was lost" in err and "your message was removed" in err
-    assert (code, "yes" in out) == ((0, True) if person else (WorkerError.exit_code, False))
-    assert prompts(served) == ([as_prompt("one"), as_prompt("two")] if person else [as_prompt("one")])
+    assert (code, "yes" in out) == ((0, True) if is_terminal else (WorkerError.exit_code, False))
+    assert prompts(server) == ([format_prompt("one"), format_prompt("two")] if is_terminal else [format_prompt("one")])
 
 
 @pytest.mark.parametrize(
@@ -567,9 +580,9 @@ def test_failed_request_is_reported_and_ends_only_piped_input(served, talk, temp
         ("", ""),
     ],
 )
-def test_slash_commands_send_no_request(served, talk, line, words):
+def test_slash_commands_send_no_request(server, talk, line, words):
     code, _, err = talk(line)
-    assert code == 0 and words in err and not served.core.told
+    assert code == 0 and words in err and not server.core.received
 
 
 @pytest.mark.parametrize(
@@ -580,9 +593,9 @@ def test_slash_commands_send_no_request(served, talk, line, words):
         ("~nosuchuser/x", "can't be written"),
     ],
 )
-def test_conversation_that_cannot_be_saved_prints_one_sentence(served, talk, file, words):
+def test_conversation_that_cannot_be_saved_prints_one_sentence(server, talk, file, words):
     _, _, err = talk(f"/save {file}", flags=("--system-prompt", "Be brief."))
-    assert re.search(words, err) and not served.core.told
+    assert re.search(words, err) and not server.core.received
 
 
 @pytest.mark.parametrize(
@@ -593,24 +606,24 @@ def test_invalid_conversation_file_prints_one_sentence(capsys, tmp_path, text, c
     file = tmp_path / "talk.json"
     file.write_text(text)
     assert main([command, "--chat", str(file)]) == InvalidRequest.exit_code
-    told = capsys.readouterr()
-    assert told.out == "" and len(told.err.splitlines()) == 1 and "expected a JSON list" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1 and "expected a JSON list" in captured.err
 
 
-def test_generate_continues_a_conversation_and_verify_accepts_it(served, templated, tmp_path, capsys, monkeypatch):
-    served.core.play = says(served.codec, "yes", "length")
+def test_generate_continues_a_conversation_and_verify_accepts_it(server, with_template, tmp_path, capsys, monkeypatch):
+    server.core.on_admit = generates(server.codec, "yes", "length")
     file, output = tmp_path / "talk.json", tmp_path / "output.json"
     file.write_text(json.dumps([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]))
-    length = str(len(served.codec.encode("yes", special=False)))
-    flags = ("--connect", served.endpoint, "--system-prompt", "Be brief.", "-m", length)
+    length = str(len(server.codec.encode("yes", special=False)))
+    flags = ("--connect", server.endpoint, "--system-prompt", "Be brief.", "-m", length)
     assert main(["generate", "--chat", str(file), "-p", "three", "--json", *flags]) == 0
     expected = "<system>Be brief.\n<user>one\n<assistant>two\n<user>three\n<a>"
-    assert prompts(served) == [expected]
+    assert prompts(server) == [expected]
     output.write_text(capsys.readouterr().out)
     seen = []
 
     def certify(folder, tokens, generated, sampling, progress, ends, kernels):
-        seen.append(served.codec.decode(tokens))
+        seen.append(server.codec.decode(tokens))
         return Report(len(generated), len(generated), (), (), 1024)
 
     monkeypatch.setattr("outrider.orchestrator.cli.verify.certify", certify)

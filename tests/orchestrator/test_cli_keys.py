@@ -24,7 +24,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command line of a user without any key; nothing is started."""
+    """Runs a command as a user without keys. A command that would replace this process is printed instead."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
     def execve(path: str, command: list[str], environment: dict[str, str]) -> None:
@@ -38,8 +38,8 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
             code = main(list(arguments))
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return call
 
@@ -124,49 +124,49 @@ def test_mistake_prints_one_sentence_and_exits_with_its_code(
     assert (got, out) == (code, "") and words in err and len(err.splitlines()) == 1
 
 
-class Served:
-    """The workers' endpoint of a server on this machine that asks for keys."""
+class KeyedEndpoint:
+    """The endpoint for workers of a server that requires keys."""
 
     def __init__(self, folder: Path, endpoint: str = "tcp://127.0.0.1:0") -> None:
         self.ring = Keyring(folder)
         self.ring.make()
         self.context: zmq.Context[Any] = zmq.Context()
-        self.gate = CurveAuth(self.context, self.ring)
-        self.bound: BoundSocket = bind(self.context.socket(zmq.ROUTER), endpoint, self.gate.keys(DRAFTER))
+        self.auth = CurveAuth(self.context, self.ring)
+        self.bound: BoundSocket = bind(self.context.socket(zmq.ROUTER), endpoint, self.auth.keys(DRAFTER))
 
     def close(self) -> None:
         self.bound.close()
-        self.gate.close()
+        self.auth.close()
         self.context.term()
 
 
 def test_drafter_checks_its_key_with_the_server_before_loading(run: Run, tmp_path: Path, model_folder: Path) -> None:
-    served = Served(tmp_path / "server")
-    own, join = run("keys", "make")[1].strip(), ("worker", "draft", "--connect", served.bound.endpoint)
+    server = KeyedEndpoint(tmp_path / "server")
+    own, join = run("keys", "make")[1].strip(), ("worker", "draft", "--connect", server.bound.endpoint)
     try:
-        code, out, err = run(*join, "--server-key", served.gate.own.public)
+        code, out, err = run(*join, "--server-key", server.auth.own.public)
         assert (code, out) == (8, "") and f"refuses this side's key {own}" in err
         assert "(`outrider keys allow`, with --as for a worker)" in err
-        served.ring.allow(AllowedKey(DRAFTER, own, "mini"))
+        server.ring.allow(AllowedKey(DRAFTER, own, "mini"))
         code, out, err = run(*join, "--server-key", KEY)
         assert (code, out) == (8, "") and f"has a server with another key than {KEY}" in err
-        code, out, err = run(*join, "--server-key", served.gate.own.public)
-        assert code == 99 and f"--server-key={served.gate.own.public}" in out and "--vocabulary" in out
-        run("keys", "trust", "127.0.0.1", served.gate.own.public)
-        code, out, err = run(*join, "--draft-model", str(model_folder))  # which is all it needs
+        code, out, err = run(*join, "--server-key", server.auth.own.public)
+        assert code == 99 and f"--server-key={server.auth.own.public}" in out and "--vocabulary" in out
+        run("keys", "trust", "127.0.0.1", server.auth.own.public)
+        code, out, err = run(*join, "--draft-model", str(model_folder))  # which is all that the worker needs
         assert code == 99 and f"--model {model_folder}" in out
     finally:
-        served.close()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # what the worker does when it can end in order
+        server.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # as the worker does once it can handle the signal
 
 
 def test_drafter_without_keys_is_refused_at_a_path_before_loading(run: Run, tmp_path: Path, short: Path) -> None:
-    served = Served(tmp_path / "server", f"ipc://{short}/workers")
+    server = KeyedEndpoint(tmp_path / "server", f"ipc://{short}/workers")
     try:
-        code, out, err = run("worker", "draft", "--connect", served.bound.endpoint)
+        code, out, err = run("worker", "draft", "--connect", server.bound.endpoint)
         assert (code, out) == (8, "") and "requires keys; expected --server-key" in err
     finally:
-        served.close()
+        server.close()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
 

@@ -1,4 +1,4 @@
-"""The command line as a process: its streams, and an interrupt during its start."""
+"""The command line as a process: its standard streams, signals, and failures to start."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from outrider.orchestrator.cli.doctor import REPORT_MODULE
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.protocol.errors import EndpointError, ModelError
-from tests.orchestrator.stand import says
+from tests.orchestrator.scripted_server import generates
 
 LIMIT = 200.0
 HAS_DEV_FULL = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
 
 
 def outrider(*arguments, shell="", before="", **environment):
-    """Runs `outrider ARGUMENTS` with the redirections of `shell`, and what it says `before`."""
+    """Runs `outrider ARGUMENTS` in a shell, after the commands `before` and with the redirections `shell`."""
     return subprocess.run(
         ["/bin/sh", "-c", f'{before} exec "$@" {shell}', "sh", *python("-m", "outrider", *arguments)],
         env=child_environment() | {"PYTHONUNBUFFERED": ""} | environment, capture_output=True, timeout=LIMIT,
@@ -42,7 +42,7 @@ def outrider(*arguments, shell="", before="", **environment):
 def test_full_output_device_prints_one_sentence(arguments, unbuffered):
     done = outrider(*arguments, shell=">/dev/full", PYTHONUNBUFFERED=unbuffered)
     if unbuffered and "--help" in arguments:
-        assert done.stderr == b""  # argparse itself bears it
+        assert done.stderr == b""  # argparse ignores the error
     else:
         assert done.returncode == 1
         assert done.stderr.startswith(b"outrider: the output can't be written (No space left on device)")
@@ -68,15 +68,15 @@ def test_closed_standard_streams_do_not_fail_the_command(shell):
     assert outrider("generate", "-p", "", shell=shell).returncode == 2
 
 
-def test_generate_works_with_closed_standard_streams(stand, codec):
-    """No socket has got the number of a stream, and a text goes to stdout alone."""
-    stand.core.play = says(codec, "x = 1")
-    done = outrider("generate", "-p", "x", "--connect", stand.endpoint, shell="2>&- <&-")
+def test_generate_works_with_closed_standard_streams(server, codec):
+    """No socket gets the file descriptor of a closed stream, and the text is written only to stdout."""
+    server.core.on_admit = generates(codec, "x = 1")
+    done = outrider("generate", "-p", "x", "--connect", server.endpoint, shell="2>&- <&-")
     assert (done.returncode, done.stdout, done.stderr) == (0, b"x = 1\n", b"")
 
 
 def test_program_that_doctor_starts_has_the_standard_streams_too():
-    """MLX opens no file that gets the number of stdin."""
+    """Otherwise a file that MLX opens would get the file descriptor of stdin."""
     done = outrider("doctor", "--draft-model", str(TINY_TARGET), "--json", shell="2>&- <&-")
     assert done.returncode == 0 and json.loads(done.stdout)["placements"]
 
@@ -87,9 +87,9 @@ def test_server_reports_a_path_that_is_not_utf8():
     assert b"no such path: /no/such/mod\\udce8le; expected a name" in done.stderr
 
 
-def test_ascii_terminal_replaces_unprintable_characters(stand, codec):
-    stand.core.play = says(codec, "x = 'é'")
-    ask = ("generate", "-p", "x", "--connect", stand.endpoint)
+def test_ascii_terminal_replaces_unprintable_characters(server, codec):
+    server.core.on_admit = generates(codec, "x = 'é'")
+    ask = ("generate", "-p", "x", "--connect", server.endpoint)
     done = outrider(*ask, PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and done.stdout.startswith(b"x = '?") and b"Traceback" not in done.stderr
     assert json.loads(outrider(*ask, "--json", PYTHONIOENCODING="ascii").stdout)["text"] == "x = 'é'"
@@ -101,7 +101,7 @@ class Interrupt:
     def find_spec(self, name, *_):
         if name == sys.argv[1]:
             os.kill(os.getpid(), signal.SIGINT)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may ignore it, as background jobs do
 sys.meta_path.insert(0, Interrupt())
 from outrider.__main__ import main
 sys.exit(main(sys.argv[2:]))
@@ -116,7 +116,7 @@ def test_interrupt_during_an_import_exits_quietly(module):
 
 
 def busy_report(doctor):
-    """The process that `outrider doctor` has started, once it has worked for a while; None before."""
+    """Returns the process that `outrider doctor` started, once it has used some CPU time; None before."""
     for child in psutil.Process(doctor.pid).children():
         with suppress(psutil.NoSuchProcess):
             if REPORT_MODULE in child.cmdline() and child.cpu_times().user > 0.2:
@@ -125,7 +125,7 @@ def busy_report(doctor):
 
 
 def test_interrupted_doctor_ends_its_process_without_a_traceback():
-    """Ctrl-C in a terminal goes to the whole process group, and Python's answer to it is a traceback."""
+    """Ctrl-C interrupts the whole process group, and Python would print a traceback in the child as well."""
     command = python("-m", "outrider", "doctor", "--draft-model", TINY_TARGET)
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=child_environment(), start_new_session=True, **pipes) as doctor:
@@ -168,8 +168,8 @@ def test_signal_during_a_finalizer_takes_effect_after_it(name, code):
 
 @pytest.mark.parametrize("seconds", [0, 2], ids=["ends at once", "waits for a thread"])
 def test_signal_during_the_last_finalizer_of_a_command_is_dropped(seconds):
-    """It was raised while Python waited for its threads: "Exception ignored in: <module 'threading' ...>". Later its
-    retry came when Python had given up its handlers, and SIGALRM ended the process."""
+    """An exception raised while Python waits for its threads prints "Exception ignored in: <module 'threading' ...>",
+    and a signal that is retried after Python has removed its handlers ends the process."""
     waited_for = f"import threading, time\nthreading.Thread(target=time.sleep, args=({seconds},)).start()\n"
     ended = waited_for + ENDED_IN_A_FINALIZER.replace("    time.sleep(60)\n", "")
     done = subprocess.run(python("-c", ended, "SIGTERM"), env=child_environment(), capture_output=True, timeout=LIMIT)
@@ -178,15 +178,15 @@ def test_signal_during_the_last_finalizer_of_a_command_is_dropped(seconds):
 
 @pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL], ids=["nohup", "terminal"])
 def test_server_started_by_nohup_survives_its_terminal(before):
-    own = signal.signal(signal.SIGHUP, before)
+    previous = signal.signal(signal.SIGHUP, before)
     try:
         with serve._end_on_signals(SimpleQueue()):
             assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == (before == signal.SIG_IGN)
     finally:
-        signal.signal(signal.SIGHUP, own)
+        signal.signal(signal.SIGHUP, previous)
 
 
-def corrupt(folder):
+def copy_with_corrupt_weights(folder):
     shutil.copytree(TINY_TARGET, folder)
     (folder / "model.safetensors").write_bytes(random.Random(1).randbytes(100))
     return str(folder)
@@ -201,12 +201,14 @@ LITTLE_KB = 425_000 if sys.version_info >= (3, 14) else 325_000
 )
 @pytest.mark.parametrize("case", ["corrupt weights", "little memory", "full trace"])
 def test_failed_start_prints_one_sentence(case, tmp_path):
-    model = ["--model", corrupt(tmp_path / "model")] if case == "corrupt weights" else []
+    model = ["--model", copy_with_corrupt_weights(tmp_path / "model")] if case == "corrupt weights" else []
     trace = ["--trace", "/dev/full"] if case == "full trace" else []
     before = f"ulimit -v {LITTLE_KB};" if case == "little memory" else ""
     done = outrider("generate", "-p", "x", "--max-tokens", "4", *model, *trace, before=before)
-    said = done.stderr.decode()
-    assert done.returncode in (2, 5) and done.stdout == b"" and said.count("\n") == 1 and said.startswith("outrider")
+    errors = done.stderr.decode()
+    assert (
+        done.returncode in (2, 5) and done.stdout == b"" and errors.count("\n") == 1 and errors.startswith("outrider")
+    )
     expected = {
         "corrupt weights": (f"{tmp_path}/model can't be loaded as llama: ",),
         "little memory": (  # what ends first varies
@@ -216,4 +218,4 @@ def test_failed_start_prints_one_sentence(case, tmp_path):
         ),
         "full trace": ("the trace can't be written to /dev/full: No space left on device",),
     }
-    assert any(words in said for words in expected[case]) and "Exception ignored" not in said
+    assert any(words in errors for words in expected[case]) and "Exception ignored" not in errors

@@ -28,22 +28,22 @@ from outrider.protocol.errors import EndpointError, InvalidRequest, ServerBusy, 
 from outrider.protocol.messages import StatsQuery, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
 from outrider.protocol.socket_files import PrivateDirectory
-from tests.orchestrator.stand import says
+from tests.orchestrator.scripted_server import generates
 
 SILENCE = 0.3
 
 
 def test_generate_options_match_request_fields_and_are_documented():
-    """`rounds` is an argument of its own."""
-    of_sampling = get_type_hints(SamplingFields)
-    wishes = [name for name in get_type_hints(GenerateFields) if name not in of_sampling]
-    told = Client.generate.__doc__ or ""
-    assert sorted([*wishes, "rounds"]) == sorted(CHECKS)
-    assert not [name for name in wishes if name not in told]
+    """`rounds` is not among them, because it is a separate argument."""
+    sampling = get_type_hints(SamplingFields)
+    options = [name for name in get_type_hints(GenerateFields) if name not in sampling]
+    documentation = Client.generate.__doc__ or ""
+    assert sorted([*options, "rounds"]) == sorted(CHECKS)
+    assert not [name for name in options if name not in documentation]
 
 
-def begins(codec):
-    """A core that commits something and never ends by itself."""
+def generates_without_end(codec):
+    """Returns an `on_admit` that commits some text and does not end the request."""
     return lambda admit: [
         RequestBegan(admit.request, "ssd"),
         Committed(admit.request, codec.encode("a b", special=False)),
@@ -73,10 +73,10 @@ def test_key_of_a_wrong_type_is_refused(name, expected):
 @pytest.mark.parametrize(
     "prompt", [(5, 6), [5, 6], range(5, 7), [np.int64(5), 6], np.array([5, 6]), np.array([5, 6], np.uint64)]
 )
-def test_prompt_may_be_token_ids(stand, codec, prompt):
-    stand.core.play = says(codec, "x")
-    assert stand.client().generate(prompt).prompt_tokens == 2
-    assert stand.core.wait_for(Admit)[0].tokens == (5, 6)
+def test_prompt_may_be_token_ids(server, codec, prompt):
+    server.core.on_admit = generates(codec, "x")
+    assert server.client().generate(prompt).prompt_tokens == 2
+    assert server.core.wait_for(Admit)[0].tokens == (5, 6)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_prompt_may_be_token_ids(stand, codec, prompt):
     ],
 )
 def test_bad_input_is_refused_before_it_is_sent(changes, words):
-    nobody = Client("ipc:///tmp/outrider-nobody")
+    client = Client("ipc:///tmp/outrider-nobody")
     with pytest.raises(InvalidRequest, match=words):
-        nobody.generate(**{"prompt": "x", **changes})
+        client.generate(**{"prompt": "x", **changes})
 
 
 @pytest.mark.parametrize("make", [Client, AsyncClient])
@@ -136,33 +136,33 @@ def test_missing_server_socket_fails_without_waiting(make, short, monkeypatch):
             asyncio.run(result)
 
 
-def test_too_many_open_files_are_a_busy_process(stand, monkeypatch):
+def test_too_many_open_files_raise_server_busy(server, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    client = stand.client()
+    client = server.client()
     monkeypatch.setattr(socket, "socket", refuse)
     with pytest.raises(ServerBusy, match="too many requests in flight"):
         client.generate("x")
 
 
 @pytest.fixture
-def mute():
-    """The endpoint of a socket that takes everything and never answers."""
+def silent_endpoint():
+    """The endpoint of a socket that accepts messages and never answers."""
     with PrivateDirectory() as directory, zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         silent.linger = 0
         silent.bind(directory.endpoint("mute"))
         yield directory.endpoint("mute")
 
 
-def test_silent_server_raises_after_the_timeout(mute):
+def test_silent_server_raises_after_the_timeout(silent_endpoint):
     with pytest.raises(EndpointError, match=r"no answer from .*expected a running `outrider serve`"):
-        Client(mute, timeout=SILENCE).generate("x")
+        Client(silent_endpoint, timeout=SILENCE).generate("x")
 
 
-def test_patience_ends_after_too_many_unanswered_queries(mute):
-    """Counted in questions: a client that was stopped has not asked meanwhile."""
-    liveness = Liveness(mute, 10.0)
+def test_client_gives_up_after_too_many_unanswered_queries(silent_endpoint):
+    """Queries are counted instead of time, because a suspended client sends none."""
+    liveness = Liveness(silent_endpoint, 10.0)
     for _ in range(3):
         for _ in range(11):
             assert isinstance(liveness.on_silence(), StatsQuery)
@@ -174,10 +174,10 @@ def test_patience_ends_after_too_many_unanswered_queries(mute):
 
 
 @pytest.mark.parametrize("make", [LocalCluster.client, LocalCluster.async_client])
-def test_local_cluster_is_waited_for_while_it_lives(mute, make):
-    """Silent for an hour on a machine with too much to do, then ended."""
+def test_client_waits_for_a_local_cluster_while_its_process_runs(silent_endpoint, make):
+    """The server is silent for an hour, as on an overloaded machine, and then dies."""
     cluster = object.__new__(LocalCluster)
-    cluster.own_endpoint, ended = mute, [None]
+    cluster.own_endpoint, ended = silent_endpoint, [None]
     cluster._process, cluster._owner = SimpleNamespace(poll=lambda: ended[0]), os.getpid()
     liveness = make(cluster).liveness()
     for _ in range(3600):
@@ -186,13 +186,13 @@ def test_local_cluster_is_waited_for_while_it_lives(mute, make):
     with pytest.raises(ServerStopped, match=r"died \(signal 9\)"):
         liveness.on_silence()
     with pytest.raises(EndpointError, match="within 2 s"):
-        impatient = Client(mute, 2.0).liveness()
+        impatient = Client(silent_endpoint, 2.0).liveness()
         for _ in range(4):
             impatient.on_silence()
 
 
 def test_remote_server_without_handshake_gets_the_full_timeout(monkeypatch):
-    """It may have been stopped: only a key that is refused ends the patience at once."""
+    """The server may be suspended. Only a refused key is an error at once."""
     monkeypatch.setattr("outrider.protocol.endpoints.PROBE_TIMEOUT_SECONDS", 0.01)
     monkeypatch.setattr("outrider.orchestrator.client.client.probe", partial(probe, seconds=0.01))
     with socket.create_server(("127.0.0.1", 0)) as stopped:
@@ -210,35 +210,35 @@ def test_invalid_timeout_is_refused(make, timeout):
         make("ipc:///tmp/x", timeout)
 
 
-def test_busy_server_does_not_time_out(stand, codec, monkeypatch):
-    """The core is silent; the front's answers to the client's questions show that the server lives."""
-    heard = threading.Semaphore(0)
+def test_busy_server_does_not_time_out(server, codec, monkeypatch):
+    """The core is silent, but the front's answers to the client's queries show that the server is running."""
+    answers = threading.Semaphore(0)
     monkeypatch.setattr("outrider.orchestrator.client.client.ASK_AFTER_SECONDS", 0.02)
-    monkeypatch.setattr(Liveness, "on_message", lambda self: heard.release() or setattr(self, "_asked", 0))
+    monkeypatch.setattr(Liveness, "on_message", lambda self: answers.release() or setattr(self, "_asked", 0))
     results: list[GenerationResult] = []
-    client = stand.client(np.float32(100))
+    client = server.client(np.float32(100))
     thread = threading.Thread(target=lambda: results.append(client.generate("x")))
     thread.start()
-    admit = stand.core.wait_for(Admit)[0]
+    admit = server.core.wait_for(Admit)[0]
     for _ in range(5):
-        assert heard.acquire(timeout=200)
-    for event in says(codec, "late")(admit):
-        stand.core.outbox.put(event)
+        assert answers.acquire(timeout=200)
+    for event in generates(codec, "late")(admit):
+        server.core.outbox.put(event)
     thread.join(200)
     assert results[0].text == "late"
 
 
-def test_server_known_to_be_gone_fails_at_once(stand):
+def test_server_known_to_be_gone_fails_at_once(server):
     def gone():
         raise WorkerError("it ended")
 
     with pytest.raises(WorkerError, match="it ended"):
-        Client(stand.endpoint, alive=gone).generate("x")
+        Client(server.endpoint, alive=gone).generate("x")
 
 
-def test_result_of_an_unfinished_stream_raises(stand, codec):
-    stand.core.play = begins(codec)
-    stream = stand.client().stream("x")
+def test_result_of_an_unfinished_stream_raises(server, codec):
+    server.core.on_admit = generates_without_end(codec)
+    stream = server.client().stream("x")
     for _ in stream:
         break
     with pytest.raises(InvalidRequest, match="not finished"):
@@ -246,24 +246,24 @@ def test_result_of_an_unfinished_stream_raises(stand, codec):
 
 
 @pytest.mark.parametrize("leave", [True, False])
-def test_stream_can_be_read_only_once(stand, codec, leave):
-    stand.core.play = says(codec, "a b c")
-    stream = stand.client().stream("x")
+def test_stream_can_be_read_only_once(server, codec, leave):
+    server.core.on_admit = generates(codec, "a b c")
+    stream = server.client().stream("x")
     for _ in stream:
         if leave:
             break
     with pytest.raises(InvalidRequest, match="this stream has been read already"):
         list(stream)
-    assert len(stand.core.wait_for(Admit)) == 1
+    assert len(server.core.wait_for(Admit)) == 1
     if not leave:
         assert stream.result.text == "a b c"
 
 
-def test_async_stream_can_be_read_only_once(stand, codec):
-    stand.core.play = says(codec, "a b c")
+def test_async_stream_can_be_read_only_once(server, codec):
+    server.core.on_admit = generates(codec, "a b c")
 
     async def ask():
-        stream = AsyncClient(stand.endpoint).stream("x")
+        stream = AsyncClient(server.endpoint).stream("x")
         assert [chunk async for chunk in stream]
         with pytest.raises(InvalidRequest, match="this stream has been read already"):
             async for _ in stream:
@@ -273,23 +273,23 @@ def test_async_stream_can_be_read_only_once(stand, codec):
     assert asyncio.run(ask()).text == "a b c"
 
 
-def test_numpy_scalars_are_accepted(stand, codec):
-    stand.core.play = says(codec, "x")
+def test_numpy_scalars_are_accepted(server, codec):
+    server.core.on_admit = generates(codec, "x")
     sampling = SamplingParams(max_tokens=np.int64(9), temp=np.float32(0.5), stop=["zz"], logit_bias={np.int32(11): -5})
-    stand.client().generate(
+    server.client().generate(
         np.str_("x"), sampling, mode=np.str_("sd"), num_draft_tokens=np.int64(2), branches=np.uint8(6),
         chat_template=np.bool_(False),
     )  # fmt: skip
-    admit = stand.core.wait_for(Admit)[0]
+    admit = server.core.wait_for(Admit)[0]
     assert (admit.mode, admit.num_draft_tokens, admit.branches) == ("sd", 2, 6)
     assert (admit.sampling.max_tokens, admit.sampling.temp) == (9, 0.5)
     assert (admit.sampling.stop, admit.sampling.logit_bias) == (("zz",), ((11, -5.0),))
 
 
-def test_one_client_serves_several_threads(make_stand, codec):
-    stand = make_stand(max_active=4).start()
-    stand.core.play = lambda admit: says(codec, f"<{len(admit.tokens)}>")(admit)
-    client, texts = stand.client(), {}
+def test_one_client_serves_several_threads(make_server, codec):
+    server = make_server(max_active=4).start()
+    server.core.on_admit = lambda admit: generates(codec, f"<{len(admit.tokens)}>")(admit)
+    client, texts = server.client(), {}
     threads = [
         threading.Thread(target=lambda n=n: texts.update({n: client.generate([5] * n).text})) for n in range(1, 7)
     ]
@@ -303,11 +303,11 @@ def test_one_client_serves_several_threads(make_stand, codec):
 # --- asyncio ------------------------------------------------------------------------------------------------------
 
 
-def test_async_client_streams_and_generates_the_same_text(stand, codec):
-    stand.core.play = says(codec, "a b c")
+def test_async_client_streams_and_generates_the_same_text(server, codec):
+    server.core.on_admit = generates(codec, "a b c")
 
     async def ask():
-        client = AsyncClient(stand.endpoint)
+        client = AsyncClient(server.endpoint)
         stream = client.stream("def f(", SamplingParams(seed=3))
         chunks = [chunk async for chunk in stream]
         return chunks, stream.result, await client.generate("def f(", SamplingParams(seed=3)), await client.stats()
@@ -318,26 +318,26 @@ def test_async_client_streams_and_generates_the_same_text(stand, codec):
     assert stats.finished == 2
 
 
-def test_many_async_requests_run_at_once(make_stand, codec):
-    stand = make_stand(max_active=3).start()
-    stand.core.play = lambda admit: says(codec, str(len(admit.tokens)))(admit)
+def test_many_async_requests_run_at_once(make_server, codec):
+    server = make_server(max_active=3).start()
+    server.core.on_admit = lambda admit: generates(codec, str(len(admit.tokens)))(admit)
 
     async def ask():
-        client = AsyncClient(stand.endpoint)
+        client = AsyncClient(server.endpoint)
         return await asyncio.gather(*(client.generate([5] * n) for n in range(1, 10)))
 
     assert [result.text for result in asyncio.run(ask())] == [str(n) for n in range(1, 10)]
 
 
 @pytest.mark.parametrize("leave", ["break", "cancel"])
-def test_leaving_an_async_stream_cancels_the_request(stand, codec, leave):
-    stand.core.play = begins(codec)
+def test_leaving_an_async_stream_cancels_the_request(server, codec, leave):
+    server.core.on_admit = generates_without_end(codec)
 
     async def ask():
         got = asyncio.Event()
 
         async def read():
-            async for _ in AsyncClient(stand.endpoint).stream("x"):
+            async for _ in AsyncClient(server.endpoint).stream("x"):
                 got.set()
                 if leave == "break":
                     break
@@ -349,37 +349,37 @@ def test_leaving_an_async_stream_cancels_the_request(stand, codec, leave):
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(ask())
-    assert stand.core.wait_for(Stop)[0].reason == "cancelled"
+    assert server.core.wait_for(Stop)[0].reason == "cancelled"
 
 
 # --- results ------------------------------------------------------------------------------------------------------
 
 
-def test_follow_passes_all_chunks_to_the_listener(stand, codec):
-    stand.core.play = says(codec, "a b c")
+def test_follow_passes_all_chunks_to_the_listener(server, codec):
+    server.core.on_admit = generates(codec, "a b c")
 
     async def ask():
-        heard, stream = [], AsyncClient(stand.endpoint).stream("x")
-        result = await stream.follow(heard.append)
-        assert result == stream.result and [token for chunk in heard for token in chunk.token_ids] == [
+        received, stream = [], AsyncClient(server.endpoint).stream("x")
+        result = await stream.follow(received.append)
+        assert result == stream.result and [token for chunk in received for token in chunk.token_ids] == [
             *result.token_ids
         ]
         with pytest.raises(InvalidRequest, match="read already"):
-            await stream.follow(heard.append)
-        return "".join(chunk.text for chunk in heard)
+            await stream.follow(received.append)
+        return "".join(chunk.text for chunk in received)
 
     assert asyncio.run(ask()) == "a b c"
 
 
-def test_listener_error_is_raised_and_cancels_the_request(stand, codec):
-    stand.core.play = begins(codec)
+def test_listener_error_is_raised_and_cancels_the_request(server, codec):
+    server.core.on_admit = generates_without_end(codec)
 
     def listener(chunk):
         raise InvalidRequest("not this")
 
     with pytest.raises(InvalidRequest, match="not this"):
-        asyncio.run(AsyncClient(stand.endpoint).stream("x").follow(listener))
-    stand.core.wait_for(Stop)
+        asyncio.run(AsyncClient(server.endpoint).stream("x").follow(listener))
+    server.core.wait_for(Stop)
 
 
 def test_summary_has_mlx_lm_lines_and_a_speculation_line():
@@ -416,7 +416,7 @@ def test_summary_uses_correct_plurals_and_shows_cached_prompt_tokens(cached, rea
     assert lines[2].startswith("Speculation: 1 round, 1 drafted, ") and " 1 hit (" in lines[2]
 
 
-# --- as Python has it -----------------------------------------------------------------------------------------------
+# --- conventions of Python ------------------------------------------------------------------------------------------
 
 
 def test_dir_of_outrider_lists_only_its_api():
@@ -424,16 +424,16 @@ def test_dir_of_outrider_lists_only_its_api():
     assert issubclass(outrider.ServerStopped, outrider.WorkerError) and issubclass(outrider.KeyFault, Exception)
 
 
-def test_sampling_keywords_are_accepted_by_generate(stand, codec):
-    stand.core.play = says(codec, "x")
-    stand.client().generate("x", max_tokens=10, temperature=0.5, stop="zz")
-    stand.client().generate("x", SamplingParams(temp=0.25, top_p=0.5), max_tokens=11)
+def test_sampling_keywords_are_accepted_by_generate(server, codec):
+    server.core.on_admit = generates(codec, "x")
+    server.client().generate("x", max_tokens=10, temperature=0.5, stop="zz")
+    server.client().generate("x", SamplingParams(temp=0.25, top_p=0.5), max_tokens=11)
 
     async def ask():
-        await AsyncClient(stand.endpoint).generate("x", max_tokens=12, seed=4)
+        await AsyncClient(server.endpoint).generate("x", max_tokens=12, seed=4)
 
     asyncio.run(ask())
-    asked = [admit.sampling for admit in stand.core.wait_for(Admit, 3)]
+    asked = [admit.sampling for admit in server.core.wait_for(Admit, 3)]
     assert [one.max_tokens for one in asked] == [10, 11, 12]
     assert [one.temp for one in asked] == [0.5, 0.25, 0.0]
     assert (asked[0].stop, asked[1].top_p, asked[2].seed) == (("zz",), 0.5, 4)
@@ -444,7 +444,7 @@ def test_sampling_keywords_match_sampling_params_fields():
     assert set(get_type_hints(SamplingFields)) == names
 
 
-def _called_wrongly():
+def _misspelled_calls():
     client, aclient = Client("ipc:///tmp/outrider-nobody"), AsyncClient("ipc:///tmp/outrider-nobody")
     yield lambda: client.generate("x", max_token=3), "Client.generate", "max_tokens"
     yield lambda: client.stream("x", progres=print), "Client.stream", None
@@ -457,23 +457,23 @@ def _called_wrongly():
     yield lambda: LocalCluster(modell="x"), "LocalCluster", "model"
 
 
-@pytest.mark.parametrize("call, function, meant", list(_called_wrongly()))
+@pytest.mark.parametrize("call, function, meant", list(_misspelled_calls()))
 def test_unknown_keyword_error_names_the_called_function(call, function, meant):
-    with pytest.raises(TypeError) as told:
+    with pytest.raises(TypeError) as raised:
         call()
-    assert str(told.value).startswith(f"{function}() got an unexpected keyword argument")
-    assert meant is None or str(told.value).endswith(f"did you mean {meant!r}?")
+    assert str(raised.value).startswith(f"{function}() got an unexpected keyword argument")
+    assert meant is None or str(raised.value).endswith(f"did you mean {meant!r}?")
 
 
-def test_closing_a_stream_cancels_the_request(stand, codec):
-    stand.core.play = begins(codec)
-    stream = stand.client().stream("x")
+def test_closing_a_stream_cancels_the_request(server, codec):
+    server.core.on_admit = generates_without_end(codec)
+    stream = server.client().stream("x")
     reading = iter(stream)
     next(reading)
     assert repr(stream).startswith("<Stream: running, ")
     stream.close()
     stream.close()
-    assert stand.core.wait_for(Stop)[0].reason == "cancelled" and repr(stream).startswith("<Stream: closed, ")
+    assert server.core.wait_for(Stop)[0].reason == "cancelled" and repr(stream).startswith("<Stream: closed, ")
     assert list(reading) == []
     with pytest.raises(InvalidRequest, match="closed before"):
         _ = stream.result
@@ -482,52 +482,54 @@ def test_closing_a_stream_cancels_the_request(stand, codec):
 
 
 @pytest.mark.parametrize("brings", ["chunks", "nothing"])
-def test_stream_read_by_another_thread_can_be_closed(stand, codec, monkeypatch, brings):
+def test_stream_read_by_another_thread_can_be_closed(server, codec, monkeypatch, brings):
     monkeypatch.setattr("outrider.orchestrator.client.client.ASK_AFTER_SECONDS", 0.02)
-    stand.core.play = begins(codec) if brings == "chunks" else lambda admit: [RequestBegan(admit.request, "ssd")]
-    stream, left = stand.client().stream("x"), threading.Event()
+    server.core.on_admit = (
+        generates_without_end(codec) if brings == "chunks" else lambda admit: [RequestBegan(admit.request, "ssd")]
+    )
+    stream, left = server.client().stream("x"), threading.Event()
     thread = threading.Thread(target=lambda: list(stream) == [] or left.set())
     thread.start()
-    stand.core.wait_for(Admit)
+    server.core.wait_for(Admit)
     stream.close()
     thread.join(200)
-    assert not thread.is_alive() and stand.core.wait_for(Stop)
+    assert not thread.is_alive() and server.core.wait_for(Stop)
 
 
-def test_exiting_during_a_stream_cancels_the_request_quietly(stand, codec):
-    stand.core.play = begins(codec)
+def test_exiting_during_a_stream_cancels_the_request_quietly(server, codec):
+    server.core.on_admit = generates_without_end(codec)
     program = (
-        f"import outrider; reading = iter(outrider.Client({stand.endpoint!r}).stream('x')); next(reading)\n"
-        "keep = [reading]; keep.append(keep)"  # what only the interpreter's end takes down
+        f"import outrider; reading = iter(outrider.Client({server.endpoint!r}).stream('x')); next(reading)\n"
+        "keep = [reading]; keep.append(keep)"  # a cycle that is collected only when the interpreter exits
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert stand.core.wait_for(Stop)
+    assert server.core.wait_for(Stop)
 
 
-def test_leaving_a_client_context_closes_its_streams(stand, codec):
-    stand.core.play = begins(codec)
-    with stand.client() as client:
+def test_leaving_a_client_context_closes_its_streams(server, codec):
+    server.core.on_admit = generates_without_end(codec)
+    with server.client() as client:
         reading = iter(client.stream("x"))
         stream = client.stream("y")
         next(reading)
         with client.stream("z"):
             pass
-    assert "outrider" not in repr(client) or stand.endpoint in repr(client)
+    assert "outrider" not in repr(client) or server.endpoint in repr(client)
     with pytest.raises(InvalidRequest, match="this Client is closed"):
         client.generate("x")
     with pytest.raises(InvalidRequest, match="this stream is closed"):
         list(stream)
     del reading
-    stand.core.wait_for(Stop)
+    server.core.wait_for(Stop)
 
 
 @pytest.mark.parametrize("by", ["stream", "client", "task"])
-def test_async_stream_can_be_closed(stand, codec, by):
-    stand.core.play = begins(codec)
+def test_async_stream_can_be_closed(server, codec, by):
+    server.core.on_admit = generates_without_end(codec)
 
     async def ask():
-        async with AsyncClient(stand.endpoint) as client:
+        async with AsyncClient(server.endpoint) as client:
             stream = client.stream("x")
             reading = aiter(stream)
             await anext(reading)
@@ -550,12 +552,12 @@ def test_async_stream_can_be_closed(stand, codec, by):
         return repr(stream)
 
     assert asyncio.run(ask()).startswith("<AsyncStream: closed, ")
-    assert stand.core.wait_for(Stop)[0].reason == "cancelled"
+    assert server.core.wait_for(Stop)[0].reason == "cancelled"
 
 
-def test_async_stream_of_a_silent_server_can_be_closed(mute):
+def test_async_stream_of_a_silent_server_can_be_closed(silent_endpoint):
     async def ask():
-        stream = AsyncClient(mute, 1e9).stream("x")
+        stream = AsyncClient(silent_endpoint, 1e9).stream("x")
         reading = asyncio.create_task(anext(aiter(stream), None))
         await asyncio.sleep(0.01)
         await stream.close()
@@ -564,22 +566,22 @@ def test_async_stream_of_a_silent_server_can_be_closed(mute):
     assert asyncio.run(ask()) is None
 
 
-def test_closing_an_async_client_fails_its_calls(stand, codec):
-    stand.core.play = begins(codec)
+def test_closing_an_async_client_fails_its_calls(server, codec):
+    server.core.on_admit = generates_without_end(codec)
 
     async def ask():
-        async with AsyncClient(stand.endpoint) as client:
+        async with AsyncClient(server.endpoint) as client:
             calling = asyncio.create_task(client.generate("x"))
-            await asyncio.to_thread(stand.core.wait_for, Admit)
+            await asyncio.to_thread(server.core.wait_for, Admit)
         with pytest.raises(InvalidRequest, match="closed before"):
             await calling
 
     asyncio.run(ask())
 
 
-def test_reprs_are_informative(stand, codec):
-    stand.core.play = says(codec, "a b")
-    result = stand.client().generate("x", seed=3)
+def test_reprs_are_informative(server, codec):
+    server.core.on_admit = generates(codec, "a b")
+    result = server.client().generate("x", seed=3)
     assert repr(result).startswith("GenerationResult(text='a b', finish_reason='eos', seed=3, ")
     assert "timings" not in repr(result) and "token_ids" not in repr(result)
     assert repr(SamplingParams(temperature=0.5)) == "SamplingParams(temp=0.5)"

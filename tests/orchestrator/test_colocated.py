@@ -1,4 +1,4 @@
-"""A target that drafts by itself: its messages, and what its rounds update_calibration and count."""
+"""A target with an in-process drafter: its messages, and how its rounds change the estimates and the metrics."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ MS = 1_000_000
 
 
 class Target(HonestWorkers):
-    """Accepts `accepted` tokens of every chain; drafting a token takes 2 ms, a verify 10 ms and `row_ms` a chain token.
-    Chains have at most the `lengths` in turn."""
+    """A target that accepts `accepted` tokens of every chain.
+
+    Drafting a token takes 2 ms, and a verify 10 ms plus `row_ms` per chain token. `lengths` are the maximum lengths of
+    successive chains, repeated.
+    """
 
     target_context = 1000
 
@@ -52,7 +55,7 @@ class Target(HonestWorkers):
         self.events: list[Any] = []
         self.accepted = accepted
         settings = round_settings(4, 8, ngrams=ngrams)
-        self.trace = Recorded()
+        self.trace = RecordingTrace()
         self.rounds = Scheduler(self, settings, self.events.append, self.trace)
         self._now, self._next = 0, 100
 
@@ -66,10 +69,10 @@ class Target(HonestWorkers):
         self.sent.append(message)
 
     def send_worker(self, name: str, message: Any) -> None:
-        raise AssertionError("there is none")
+        raise AssertionError("there is no draft worker")
 
     def flush_and_yield(self) -> None:
-        """Nothing waits here."""
+        """Does nothing: no message is buffered."""
 
     def run(
         self, max_tokens: int, mode: str = "sd", eos: frozenset[int] = frozenset(), origins: bool = False
@@ -81,10 +84,10 @@ class Target(HonestWorkers):
         for _ in range(1000):
             if not self.rounds.active:
                 return next(event for event in reversed(self.events) if isinstance(event, RequestEnded))
-            self._rounds_of([message for message in self.sent if isinstance(message, Verify)][-1])
+            self._answer_verify([message for message in self.sent if isinstance(message, Verify)][-1])
         raise TimeoutError("the request hangs")
 
-    def _rounds_of(self, verify: Verify) -> None:
+    def _answer_verify(self, verify: Verify) -> None:
         base_len, number, room = (
             verify.base_len,
             verify.round,
@@ -117,7 +120,7 @@ class Target(HonestWorkers):
         self.rounds.handle([("target-0", outcome)], self._now)
 
 
-class Recorded(Trace):
+class RecordingTrace(Trace):
     def __init__(self) -> None:
         super().__init__(None)
         self.names: list[tuple[str, str]] = []
@@ -139,7 +142,7 @@ def test_one_verify_covers_the_whole_request_with_its_token_limit() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "rounds"), [(61, 20), (62, 21), (63, 21)])
 def test_drafted_and_accepted_tokens_are_counted(max_tokens: int, rounds: int) -> None:
-    """Three tokens a round after the first token; the last round is cut to what was asked for."""
+    """After the first token, each round has three tokens; the last one is cut to `max_tokens`."""
     times = Target(accepted=2).run(max_tokens).timings
     assert times.predicted_n == max_tokens
     assert times.rounds == rounds + 1
@@ -172,7 +175,7 @@ def test_target_looks_ngrams_up_by_itself_and_gets_the_measured_costs_of_rows() 
     assert times.draft_n_accepted == found.count(Origin.COPIED) and not times.draft_n_accepted_by
 
 
-def test_target_looks_no_ngrams_up_unasked() -> None:
+def test_target_looks_up_no_ngrams_unless_requested() -> None:
     target = Target(accepted=2, ngrams=False, drafter="ngram")
     target.run(20)
     assert all(message.draft is None for message in target.sent if isinstance(message, Verify))
@@ -181,7 +184,7 @@ def test_target_looks_no_ngrams_up_unasked() -> None:
 def test_tokens_past_the_end_are_not_counted() -> None:
     target = Target(accepted=4)
     ended = target.run(60, eos=frozenset({103}))
-    # 100 | 101 102 103 ... : of the first chain 101 to 103 count, with no bonus behind them
+    # 100 | 101 102 103 ... : of the first chain, 101 to 103 count, and no bonus token follows
     assert (ended.reason, ended.timings.predicted_n) == ("eos", 4)
     assert (ended.timings.draft_n, ended.timings.draft_n_accepted) == (3, 3)
 
@@ -216,4 +219,6 @@ def test_trace_has_each_chain_with_its_drafting() -> None:
     target.run(59)
     tracks = [track for track, name in target.trace.names if name == "chain"]
     assert tracks == ["target's drafter"] * 20
-    assert target.trace.names.count(("orchestrator", "drafter")) == 19  # the last has room for its bonus alone
+    assert (
+        target.trace.names.count(("orchestrator", "drafter")) == 19
+    )  # the last round has room for its bonus token only

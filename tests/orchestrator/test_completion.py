@@ -39,7 +39,7 @@ def needs(shell: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
-    """`script(shell)`: a file with what `outrider completion` prints, beside a folder named somewhere."""
+    """`script(shell)` returns a file with the output of `outrider completion`, beside a folder named somewhere."""
     folder = tmp_path_factory.mktemp("completion")
     (folder / "somewhere").mkdir()
 
@@ -76,15 +76,15 @@ def test_fish_completes(script):
 
 @needs("zsh")
 def test_zsh_completes(script):
-    """In a terminal, for zsh completes nowhere else: what it puts in the place of a word that was begun."""
+    """zsh completes only in a terminal, so the test reads the line that it has after a tab."""
     path = script("zsh")
     for line in ("outrider serve --draft-dev", "outrider verify --model somew"):
         (word,) = CASES[line]
-        assert typed(path, line).endswith(word.rstrip("/")), line
+        assert completed_line(path, line).endswith(word.rstrip("/")), line
 
 
-def typed(path, line: str) -> str:
-    """The line as zsh has it after a tab."""
+def completed_line(path, line: str) -> str:
+    """Returns the line that zsh shows after a tab."""
     rc = path.parent / ".zshrc"
     rc.write_text(
         f"fpath=({path.parent} $fpath); autoload -Uz compinit; compinit -D -u\n"
@@ -94,16 +94,16 @@ def typed(path, line: str) -> str:
     if pid == 0:
         os.chdir(path.parent)
         os.execvpe("zsh", ["zsh", "-i"], {**os.environ, "ZDOTDIR": str(path.parent), "TERM": "dumb"})
-    said = b""
+    output = b""
     try:
         for marker, word in ((b"READY", line.encode() + b"\t\x18"), (b">>", b"")):
-            while marker not in said:
-                said += os.read(terminal, 4096)
+            while marker not in output:
+                output += os.read(terminal, 4096)
             os.write(terminal, word) if word else None
     finally:
         os.close(terminal)
         os.waitpid(pid, 0)
-    return said.decode().rpartition("<<")[2].partition(">>")[0].strip().removesuffix("/")
+    return output.decode().rpartition("<<")[2].partition(">>")[0].strip().removesuffix("/")
 
 
 @pytest.mark.parametrize("given", [["completion"], ["completion", "csh"]])

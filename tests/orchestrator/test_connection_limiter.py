@@ -1,4 +1,4 @@
-"""A limit on connections: when all slots are taken, further ones wait until a slot is free."""
+"""A limit on connections: when all slots are taken, further connections wait until a slot is free."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from outrider.orchestrator.sockets import RouterSocket
 MOST = 8
 
 
-class Visitors:
-    """Connections to a limiter, and the thread that would watch it."""
+class LimitedServer:
+    """A socket with a limit on connections, and clients that connect to it. Methods run the server's loop as needed."""
 
     def __init__(self, endpoint: str) -> None:
         self.path = endpoint.removeprefix("ipc://")
@@ -24,18 +24,18 @@ class Visitors:
         self.limiter = RouterSocket(self.context, endpoint, MOST, send_hwm=100, recv_hwm=100)
         self.server = self.limiter.socket
 
-    def come(self, many: int) -> list[socket.socket]:
-        return [self._one(socket.AF_UNIX, self.path) for _ in range(many)]
+    def connect(self, count: int) -> list[socket.socket]:
+        return [self._connect(socket.AF_UNIX, self.path) for _ in range(count)]
 
-    def come_by_tcp(self, many: int, endpoint: str) -> list[socket.socket]:
+    def connect_by_tcp(self, count: int, endpoint: str) -> list[socket.socket]:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        return [self._one(socket.AF_INET, (host, int(port))) for _ in range(many)]
+        return [self._connect(socket.AF_INET, (host, int(port))) for _ in range(count)]
 
-    def _one(self, family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
-        one, before = socket.socket(family), self.inside
+    def _connect(self, family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
+        one, before = socket.socket(family), self.open_connections
         one.connect(address)
         if before < MOST:
-            self.until(lambda: self.inside > before)
+            self.run_until(lambda: self.open_connections > before)
         self.settle()
         return one
 
@@ -43,17 +43,17 @@ class Visitors:
         while self.limiter.monitor.poll(50):
             self.limiter.update_connections()
 
-    def until(self, holds: Callable[[], bool]) -> None:
-        """Watches the limiter until this holds."""
+    def run_until(self, holds: Callable[[], bool]) -> None:
+        """Runs the server's loop until the condition holds."""
         while not holds():
             self.settle()
 
     def receive(self) -> bytes:
-        self.until(lambda: bool(self.server.poll(50)))
+        self.run_until(lambda: bool(self.server.poll(50)))
         return self.server.recv_multipart()[1]
 
     @property
-    def inside(self) -> int:
+    def open_connections(self) -> int:
         return sum(len(limiter.open_fds) for limiter in self.limiter.endpoints)
 
     def close(self) -> None:
@@ -62,8 +62,8 @@ class Visitors:
 
 
 @pytest.fixture
-def visitors(endpoint: str) -> Iterator[Visitors]:
-    made = Visitors(endpoint)
+def limited(endpoint: str) -> Iterator[LimitedServer]:
+    made = LimitedServer(endpoint)
     yield made
     made.close()
 
@@ -73,58 +73,60 @@ def leave() -> Iterator[Callable[..., None]]:
     yield lambda *leaving: [one.close() for one in leaving] and None
 
 
-def test_connections_never_exceed_the_limit_and_all_are_served(visitors: Visitors, leave: Callable[..., None]) -> None:
+def test_connections_never_exceed_the_limit_and_all_are_served(
+    limited: LimitedServer, leave: Callable[..., None]
+) -> None:
     with ExitStack() as stack:
-        came = [stack.enter_context(one) for one in visitors.come(3 * MOST)]
-        assert visitors.inside == MOST and visitors.limiter.is_nearly_full(with_keys=False)
+        connections = [stack.enter_context(one) for one in limited.connect(3 * MOST)]
+        assert limited.open_connections == MOST and limited.limiter.is_nearly_full(with_keys=False)
         for first in range(0, 2 * MOST, 2):
-            leave(*came[first : first + 2])
-            visitors.settle()
-            visitors.come(0)
-            assert visitors.inside <= MOST
-    visitors.until(lambda: visitors.inside == 0)
-    assert not visitors.limiter.is_nearly_full(with_keys=False)
+            leave(*connections[first : first + 2])
+            limited.settle()
+            limited.connect(0)
+            assert limited.open_connections <= MOST
+    limited.run_until(lambda: limited.open_connections == 0)
+    assert not limited.limiter.is_nearly_full(with_keys=False)
 
 
-def test_connected_peer_is_served_while_the_limit_is_reached(visitors: Visitors, endpoint: str) -> None:
-    friend, late = (visitors.context.socket(zmq.DEALER) for _ in range(2))
+def test_connected_peer_is_served_while_the_limit_is_reached(limited: LimitedServer, endpoint: str) -> None:
+    friend, late = (limited.context.socket(zmq.DEALER) for _ in range(2))
     friend.connect(endpoint)
-    visitors.settle()
+    limited.settle()
     with ExitStack() as stack:
-        came = [stack.enter_context(one) for one in visitors.come(2 * MOST)]
+        connections = [stack.enter_context(one) for one in limited.connect(2 * MOST)]
         friend.send(b"still here")
-        assert visitors.receive() == b"still here"
+        assert limited.receive() == b"still here"
         late.connect(endpoint)
         late.send(b"at last")
-        visitors.settle()
-        assert not visitors.server.poll(50)
-        for one in came:
+        limited.settle()
+        assert not limited.server.poll(50)
+        for one in connections:
             one.close()
-        visitors.settle()
-        assert visitors.receive() == b"at last"
+        limited.settle()
+        assert limited.receive() == b"at last"
 
 
-def test_full_tcp_port_refuses_excess_and_leaves_other_endpoints_open(visitors: Visitors, endpoint: str) -> None:
-    far = visitors.limiter.open("tcp://127.0.0.1:0", MOST)
-    friend, near = (visitors.context.socket(zmq.DEALER) for _ in range(2))
+def test_full_tcp_port_refuses_excess_and_leaves_other_endpoints_open(limited: LimitedServer, endpoint: str) -> None:
+    far = limited.limiter.open("tcp://127.0.0.1:0", MOST)
+    friend, near = (limited.context.socket(zmq.DEALER) for _ in range(2))
     friend.connect(far.endpoint)
-    visitors.settle()
+    limited.settle()
     with ExitStack() as stack:
-        came = [stack.enter_context(one) for one in visitors.come_by_tcp(3 * MOST, far.endpoint)]
-        assert visitors.inside <= MOST + 1 and visitors.limiter.is_nearly_full(with_keys=True)
-        assert not visitors.limiter.is_nearly_full(with_keys=False)
-        for one in came[MOST:]:
-            visitors.until(lambda one=one: bool(select.select([one], [], [], 0)[0]))  # type: ignore[misc]
-        assert sum(one.recv(99) == b"" or one.recv(99) == b"" for one in came[MOST:]) == 2 * MOST
+        connections = [stack.enter_context(one) for one in limited.connect_by_tcp(3 * MOST, far.endpoint)]
+        assert limited.open_connections <= MOST + 1 and limited.limiter.is_nearly_full(with_keys=True)
+        assert not limited.limiter.is_nearly_full(with_keys=False)
+        for one in connections[MOST:]:
+            limited.run_until(lambda one=one: bool(select.select([one], [], [], 0)[0]))  # type: ignore[misc]
+        assert sum(one.recv(99) == b"" or one.recv(99) == b"" for one in connections[MOST:]) == 2 * MOST
         near.connect(endpoint)
         for one, word in ((near, b"at home"), (friend, b"still here")):
             one.send(word)
-            assert visitors.receive() == word
-        for one in came:
+            assert limited.receive() == word
+        for one in connections:
             one.close()
-        visitors.settle()
-        late = visitors.context.socket(zmq.DEALER)
+        limited.settle()
+        late = limited.context.socket(zmq.DEALER)
         late.connect(far.endpoint)
         late.send(b"at last")
-        visitors.settle()
-        assert visitors.receive() == b"at last"
+        limited.settle()
+        assert limited.receive() == b"at last"

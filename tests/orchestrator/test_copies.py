@@ -1,4 +1,4 @@
-"""N-grams of the text fill chains if that pays, by the measured acceptance and cost of rows."""
+"""N-gram copies extend or replace chains if that pays, by the measured acceptance and cost of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ LONG = Copy(tuple(range(1, 13)), 5)
 
 
 def estimates(row_ms: float = 0.5, holds: bool = True, drafted: int = 3) -> Estimates:
-    """A token takes 10 ms; copies after five matching tokens hold, or don't; chains of 3 hold so far as given."""
+    """Returns estimates of a target whose plain step takes 10 ms.
+
+    Copies with five matching tokens are always accepted if `holds`, else never. Of chains of 3, `drafted` tokens are
+    accepted.
+    """
     found = Estimates()
     for _ in range(200):
         for rows in range(1, 14):
@@ -41,7 +45,7 @@ def estimates(row_ms: float = 0.5, holds: bool = True, drafted: int = 3) -> Esti
     return found
 
 
-def test_copies_are_used_fully_if_they_hold_and_not_otherwise() -> None:
+def test_copies_are_used_fully_if_accepted_and_not_otherwise() -> None:
     assert best_tail(estimates(), COPY).tokens == COPY.chain
     assert best_tail(estimates(holds=False), COPY).tokens == ()
 
@@ -65,8 +69,8 @@ def test_row_cost_is_learned_from_differing_row_counts(rows: tuple[int, ...], se
     assert found.row_ms() == pytest.approx(2.0 if len(rows) > 1 else 0.1 * found.verify_ms(1), rel=0.1)
 
 
-def test_forwards_that_read_prompts_do_not_make_a_row_dear() -> None:
-    """Neither live ones nor those of an earlier server: copies would not pay any more."""
+def test_forwards_that_read_prompts_do_not_raise_the_row_cost() -> None:
+    """Neither this server's nor an earlier server's. Otherwise copies would no longer seem to pay."""
     found = Estimates()
     for rows, milliseconds in [(1, 10.0), (2, 11.0), (4, 13.0)] * 10:
         found.observe_verify(rows, milliseconds)
@@ -85,7 +89,7 @@ def test_a_stalled_forward_hardly_changes_the_cost_of_a_row_count() -> None:
 
 
 def test_a_stalled_round_hardly_changes_the_worth_of_time() -> None:
-    """As when the server was suspended; rounds of another length, such as those of a new load, count fully."""
+    """A round may stall because the server was suspended. Rounds that are longer because of a new load count fully."""
     found = estimates()
     worth = found.tokens_per_ms()
     found.observe_round(2, 60_000.0)
@@ -107,7 +111,7 @@ def test_forwards_beside_drafters_and_on_all_cores_have_their_own_costs() -> Non
 
 
 def test_copies_that_stop_holding_are_soon_shortened() -> None:
-    """A greedy text that repeats itself is followed by a sampled one that does not."""
+    """As when a greedy text that repeats itself is followed by a sampled text that does not."""
     found = estimates()
     for _ in range(300):
         found.copied.add(LONG, LONG.chain)
@@ -163,7 +167,7 @@ def test_branch_ends_before_its_first_unlikely_token() -> None:
 
 
 def test_copy_continues_a_branch_where_the_drafter_is_unsure() -> None:
-    """The text repeats itself; the drafter knows the next token, but not that it continues as before."""
+    """The text repeats itself. The drafter is sure of the next token, but not that the repetition continues."""
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
     found = extend_by_copy(
         estimates(), ngrams, branch(3, 99, 98), committed=(2,), max_chain_tokens=50, odds=(0.95, 0.1, 0.1)
@@ -209,7 +213,7 @@ def test_no_worthwhile_copy_gives_a_plain_step() -> None:
 
 
 def test_few_slow_first_forwards_do_not_inflate_the_row_cost() -> None:
-    """Eight rounds, of which one was disturbed: what is known of rows anyway outweighs them."""
+    """One of eight forwards was disturbed. The prior of the row cost must outweigh it."""
     found = Estimates()
     for rows, milliseconds in ((5, 22.0), (5, 23.0), (3, 21.0), (6, 45.0), (5, 22.0), (5, 23.0), (4, 22.0), (5, 22.0)):
         found.observe_verify(rows, milliseconds)
@@ -244,8 +248,9 @@ def test_copy_acceptance_is_learned_without_verifying() -> None:
 
 
 @pytest.mark.parametrize("row_ms", [0.5, 3.0])
-def test_plain_decoding_shows_the_rounds_of_ngrams_alone(row_ms: float) -> None:
-    """As many rows and right tokens as if they had been verified, since a long copy is followed for as long."""
+def test_plain_decoding_observes_the_rounds_of_ngrams_alone(row_ms: float) -> None:
+    """A target that decodes plainly observes the same copy rounds, with the same rows and right tokens, as one that
+    verifies the copies."""
     found, draws = estimates(row_ms), random.Random(5)
     words = [[draws.randrange(50) for _ in range(draws.randrange(2, 9))] for _ in range(12)]
     text = [token for _ in range(80) for token in draws.choice(words)]
@@ -255,15 +260,15 @@ def test_plain_decoding_shows_the_rounds_of_ngrams_alone(row_ms: float) -> None:
         return CopyRound(base_len, copy, len(best_tail(found, copy).tokens))
 
     def rounds(steps: Iterable[int]) -> list[tuple[int, int]]:
-        """Those seen by a target that commits so many tokens at a time."""
-        round_, seen, at = begin(20), [], 20
+        """Returns the rows and right tokens of the copy rounds of a target that commits `steps` tokens at a time."""
+        round_, observed, at = begin(20), [], 20
         for step in steps:
             at += step
             right = round_.right(text[round_.base_len : at]) if at <= len(text) else None
             if right is not None:
-                seen.append((round_.rows, right))
+                observed.append((round_.rows, right))
                 round_ = begin(at)
-        return seen
+        return observed
 
     plain = rounds(repeat(1, len(text)))
     verified = rounds(right + 1 for _, right in plain)

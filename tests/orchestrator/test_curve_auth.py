@@ -1,4 +1,4 @@
-"""Peers with no key, a wrong key or a replayed session are not served: real sockets, by what the server receives."""
+"""Over real sockets, no message arrives from a peer with no key, a wrong key or a replayed session."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ from outrider.protocol.messages import Loading
 from outrider.protocol.worker_link import WorkerLink
 
 WAIT_MS = 200_000
-MANY = int(os.environ.get("OUTRIDER_STRANGERS", "20"))
+ATTEMPTS = int(os.environ.get("OUTRIDER_STRANGERS", "20"))
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 FRIEND, STRANGER = make_pair(), make_pair()
 
 
 class Server:
-    """A ROUTER behind a gate, and those who come to it."""
+    """A ROUTER that requires keys, and peers that connect to it."""
 
     def __init__(self, folder: Path) -> None:
         self.ring = Keyring(folder)
         self.ring.make()
         self.ring.allow(AllowedKey(DRAFTER, FRIEND.public, "friend"))
         self.context: zmq.Context[Any] = zmq.Context()
-        self.gate = CurveAuth(self.context, self.ring)
+        self.auth = CurveAuth(self.context, self.ring)
         self.socket = self.context.socket(zmq.ROUTER)
         self.monitor = self.socket.get_monitor_socket(FAILED)
-        self.bound: BoundSocket = bind(self.socket, "tcp://127.0.0.1:0", self.gate.keys(DRAFTER))
+        self.bound: BoundSocket = bind(self.socket, "tcp://127.0.0.1:0", self.auth.keys(DRAFTER))
         self.endpoint = self.bound.endpoint
-        self.came: list[zmq.Socket[Any]] = []
+        self.peers: list[zmq.Socket[Any]] = []
 
     def keys(self, pair: Any = FRIEND, server: str = "") -> ClientKeys:
-        return ClientKeys(pair, server or self.gate.own.public)
+        return ClientKeys(pair, server or self.auth.own.public)
 
     def connect_peer(self, keys: ClientKeys | None, endpoint: str = "") -> None:
-        """A peer that says something as soon as it may, and would say it until the end."""
-        self.came.append(self.context.socket(zmq.DEALER))
-        connect(self.came[-1], endpoint or self.endpoint, keys)
-        with suppress(zmq.Again):  # it was refused before it could say anything
-            self.came[-1].send(b"word", zmq.NOBLOCK)
+        """Connects a peer, which sends a message as soon as it is accepted."""
+        self.peers.append(self.context.socket(zmq.DEALER))
+        connect(self.peers[-1], endpoint or self.endpoint, keys)
+        with suppress(zmq.Again):  # it was refused before it could send anything
+            self.peers[-1].send(b"word", zmq.NOBLOCK)
 
-    def await_rejections(self, many: int) -> None:
+    def await_rejections(self, count: int) -> None:
         """Waits until so many handshakes have failed."""
-        for _ in range(many):
+        for _ in range(count):
             assert self.monitor.poll(WAIT_MS)
             recv_monitor_message(self.monitor)
 
@@ -76,7 +76,7 @@ class Server:
     def close(self) -> None:
         self.socket.disable_monitor()
         self.bound.close()
-        self.gate.close()
+        self.auth.close()
         self.context.destroy(linger=0)
 
 
@@ -88,7 +88,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize(
-    ("who", "why"),
+    ("make_keys", "reason"),
     [
         (lambda server: None, "requires keys"),
         (lambda server: server.keys(STRANGER), "refuses this side's key"),
@@ -97,21 +97,21 @@ def server(tmp_path: Path) -> Iterator[Server]:
     ids=["unauthenticated", "wrongly keyed", "another server's key"],
 )
 def test_no_message_is_accepted_from_unauthorized_peers(
-    server: Server, who: Callable[[Server], ClientKeys | None], why: str
+    server: Server, make_keys: Callable[[Server], ClientKeys | None], reason: str
 ) -> None:
-    keys = who(server)
-    for _ in range(MANY):
+    keys = make_keys(server)
+    for _ in range(ATTEMPTS):
         server.connect_peer(keys)
-    server.await_rejections(MANY)
-    with pytest.raises(KeyFault, match=why):
+    server.await_rejections(ATTEMPTS)
+    with pytest.raises(KeyFault, match=reason):
         probe(server.endpoint, keys)
     server.connect_peer(server.keys())
-    assert server.received() == [b"word"]  # the friend's, who came last
+    assert server.received() == [b"word"]  # from the peer with an allowed key, which connected last
     assert not server.socket.poll(200)
 
 
 def wait_until_refused(socket: zmq.Socket[bytes]) -> None:
-    """Waits until ZeroMQ has ended the connection and sending would wait; at times it connects again instead."""
+    """Waits until ZeroMQ has ended the connection and sending would block. Sometimes it reconnects instead."""
     for _ in range(100):
         if not socket.poll(10, zmq.POLLOUT):
             return
@@ -137,11 +137,11 @@ def test_client_refused_before_its_first_message_gets_the_reason(
 def test_client_refused_at_a_path_gets_the_reason(server: Server, short: Path, tmp_path: Path) -> None:
     stranger, socket = Keyring(tmp_path / "stranger"), server.context.socket(zmq.ROUTER)
     stranger.make()
-    with closing(bind(socket, f"ipc://{short}/keyed", server.gate.keys(CLIENT))) as bound:
+    with closing(bind(socket, f"ipc://{short}/keyed", server.auth.keys(CLIENT))) as bound:
         with pytest.raises(KeyFault, match="requires keys"):
             Client(bound.endpoint).stats()
         with pytest.raises(KeyFault, match="refuses this side's key"):
-            Client(bound.endpoint, server_key=server.gate.own.public, keys=stranger.folder).stats()
+            Client(bound.endpoint, server_key=server.auth.own.public, keys=stranger.folder).stats()
 
 
 def test_worker_refused_before_its_first_message_does_not_wait(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,16 +154,16 @@ def test_worker_refused_before_its_first_message_does_not_wait(server: Server, m
         signal.signal(number, handler)
 
 
-def test_forwarded_port_with_no_server_behind_it_is_no_server_with_another_key() -> None:
-    """As of an SSH tunnel or a container: a worker goes on waiting for its server (`WorkerLink.enter`)."""
+def test_forwarded_port_without_a_server_is_not_reported_as_another_key() -> None:
+    """As with an SSH tunnel or a container. A worker then continues to wait for its server (`WorkerLink.enter`)."""
     with sockets.create_server(("127.0.0.1", 0)) as listener:
 
-        def hang_up() -> None:
+        def close_connections() -> None:
             with suppress(OSError):
                 while True:
                     listener.accept()[0].close()
 
-        threading.Thread(target=hang_up, daemon=True).start()
+        threading.Thread(target=close_connections, daemon=True).start()
         for keys in (ClientKeys(FRIEND, STRANGER.public), None):
             with pytest.raises(EndpointError, match="closes connections"):
                 probe(f"tcp://127.0.0.1:{listener.getsockname()[1]}", keys)
@@ -171,7 +171,7 @@ def test_forwarded_port_with_no_server_behind_it_is_no_server_with_another_key()
 
 
 class Recorder:
-    """Carries one connection to `port`, and keeps what its client sent."""
+    """A relay for one connection to `port`, which records what the client sends."""
 
     def __init__(self, port: int) -> None:
         self.sent = b""
@@ -183,11 +183,11 @@ class Recorder:
 
     def _carry(self) -> None:
         near, far = self._listener.accept()[0], sockets.create_connection(("127.0.0.1", self._port))
-        with near, far, selectors.DefaultSelector() as waiting:
+        with near, far, selectors.DefaultSelector() as selector:
             for end, other in ((near, far), (far, near)):
-                waiting.register(end, selectors.EVENT_READ, other)
+                selector.register(end, selectors.EVENT_READ, other)
             while True:
-                for ready, _ in waiting.select():
+                for ready, _ in selector.select():
                     data = ready.fileobj.recv(65536)  # type: ignore[union-attr]
                     if not data:
                         return
@@ -206,13 +206,13 @@ def test_no_message_is_accepted_from_a_replayed_session(server: Server) -> None:
     assert server.received() == [b"word"]
     recorder.close()
     assert b"CURVE" in recorder.sent and b"INITIATE" in recorder.sent and b"word" not in recorder.sent
-    for _ in range(MANY):
+    for _ in range(ATTEMPTS):
         with sockets.create_connection(("127.0.0.1", port.port)) as replaying:
             replaying.settimeout(WAIT_MS / 1000)
             replaying.sendall(recorder.sent)
-            while replaying.recv(65536):  # until the server hangs up
+            while replaying.recv(65536):  # until the server closes the connection
                 pass
-    server.await_rejections(MANY)
+    server.await_rejections(ATTEMPTS)
     assert not server.socket.poll(200)
     server.connect_peer(server.keys())
     assert server.received() == [b"word"]
@@ -222,7 +222,7 @@ def test_key_is_valid_for_one_role_only(server: Server) -> None:
     client = make_pair()
     server.ring.allow(AllowedKey(CLIENT, client.public, "laptop"))
     assert not server.admits(server.keys(client))
-    assert server.gate.is_allowed(CLIENT, client.public) and not server.gate.is_allowed(CLIENT, FRIEND.public)
+    assert server.auth.is_allowed(CLIENT, client.public) and not server.auth.is_allowed(CLIENT, FRIEND.public)
 
 
 def test_allowing_or_revoking_a_key_applies_at_the_next_handshake(server: Server) -> None:
@@ -234,7 +234,7 @@ def test_allowing_or_revoking_a_key_applies_at_the_next_handshake(server: Server
 
 
 def test_refused_key_stays_refused_even_if_allowed_again(server: Server) -> None:
-    server.gate.refuse(FRIEND.public, "it lied")
+    server.auth.refuse(FRIEND.public, "it sent invalid messages")
     assert not server.admits(server.keys())
     server.ring.allow(AllowedKey(DRAFTER, FRIEND.public, "friend-again"))
     assert not server.admits(server.keys())
@@ -247,7 +247,7 @@ def test_untrusted_allowed_keys_file_admits_no_one(server: Server, spoil: Callab
 
 
 def test_socket_without_authenticator_admits_no_one(tmp_path: Path) -> None:
-    """ZeroMQ itself would then let everybody in."""
+    """Without an authenticator, ZeroMQ itself would accept every key."""
     context: zmq.Context[Any] = zmq.Context()
     pair = make_pair()
     with (

@@ -19,23 +19,23 @@ def latency(lag_ms: float, step_ms: float = 2.0) -> DrafterLatency:
     return made
 
 
-def deal(lead: str = "", **latencies: DrafterLatency) -> dict[str, range]:
+def assign(lead: str = "", **latencies: DrafterLatency) -> dict[str, range]:
     return assign_ranks(latencies, dict.fromkeys(latencies), lead, BRANCHES, DEPTH, ROUND_MS)
 
 
 def test_single_drafter_prepares_all_outcomes_however_slow() -> None:
-    assert deal(a=latency(1.0)) == deal(a=latency(500.0)) == {"a": range(12)}
+    assert assign(a=latency(1.0)) == assign(a=latency(500.0)) == {"a": range(12)}
 
 
 def test_fastest_drafter_gets_the_likeliest_outcomes_in_even_shares() -> None:
-    found = deal(a=latency(5.0), b=latency(3.0), c=latency(4.0))
+    found = assign(a=latency(5.0), b=latency(3.0), c=latency(4.0))
     assert found == {"b": range(4), "c": range(4, 8), "a": range(8, 12)}
     assert next(iter(found)) == "b"
 
 
 def test_shallow_drafter_takes_no_outcomes_from_full_depth_drafters() -> None:
-    assert deal(a=latency(3.0), b=latency(18.0)) == {"a": range(12), "b": range(12, 18)}
-    assert deal(a=latency(3.0), b=latency(15.0)) == {"a": range(6), "b": range(6, 12)}, "a step less is about as good"
+    assert assign(a=latency(3.0), b=latency(18.0)) == {"a": range(12), "b": range(12, 18)}
+    assert assign(a=latency(3.0), b=latency(15.0)) == {"a": range(6), "b": range(6, 12)}, "a step less is about as good"
 
 
 def test_each_draft_model_has_its_own_ranking() -> None:
@@ -48,19 +48,19 @@ def test_each_draft_model_has_its_own_ranking() -> None:
 
 def test_late_drafter_is_asked_only_for_occasional_trials() -> None:
     slow = latency(25.0)
-    assert deal(a=latency(3.0), b=slow) == {"a": range(12)}
+    assert assign(a=latency(3.0), b=slow) == {"a": range(12)}
     slow.left_out = POLICY.drafter_trial_rounds
-    assert deal(a=latency(3.0), b=slow) == {"a": range(12), "b": range(12, 18)}
+    assert assign(a=latency(3.0), b=slow) == {"a": range(12), "b": range(12, 18)}
 
 
 def test_untried_drafters_are_all_tried_at_once() -> None:
-    assert deal(a=DrafterLatency()) == {"a": range(12)}
-    found = deal(b=DrafterLatency(), a=latency(3.0), c=DrafterLatency())
+    assert assign(a=DrafterLatency()) == {"a": range(12)}
+    found = assign(b=DrafterLatency(), a=latency(3.0), c=DrafterLatency())
     assert found == {"a": range(12), "b": range(12, 16), "c": range(16, 20)}
 
 
 def test_fastest_drafter_is_asked_when_all_are_late() -> None:
-    assert deal(a=latency(90.0), b=latency(60.0)) == {"b": range(12)}
+    assert assign(a=latency(90.0), b=latency(60.0)) == {"b": range(12)}
 
 
 def test_lead_changes_only_for_a_clearly_faster_drafter() -> None:

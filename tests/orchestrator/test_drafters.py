@@ -1,4 +1,4 @@
-"""Several drafters, in the target's process and outside: which are used, learned from and left out."""
+"""Draft workers and in-process drafters: which are used, what is learned about them, and which are left out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from outrider.orchestrator.front.admission import is_code
 from outrider.protocol.messages import Abilities, InProcess, InProcessDrafter, Outcome, Span
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
-from tests.orchestrator.rounds import settled
+from tests.orchestrator.rounds import make_settled_round
 
 GOOD, POOR = (
     InProcessDrafter("eagle3", is_head=True, agreement=0.8, weight=0.1),
@@ -39,7 +39,7 @@ GOOD, POOR = (
 STEP_MS = 10.0
 
 
-def asked(mode: str = "auto", drafter: str = "") -> Admit:
+def make_admit(mode: str = "auto", drafter: str = "") -> Admit:
     return Admit("r", (1, 2), SamplingParams(), mode, frozenset(), drafter=drafter)
 
 
@@ -52,25 +52,25 @@ def plan(found: Planner, admit: Admit, workers: int = 1) -> Arm:
 
 
 def test_default_drafter_is_a_worker_then_a_head_then_ngrams() -> None:
-    assert plan(planner(GOOD), asked("ssd")) == Arm("ssd", 4, 16)
-    assert plan(planner(GOOD), asked("sd")) == Arm("sd", 4, 16)
-    assert plan(planner(GOOD, POOR), asked("sd"), workers=0) == Arm("sd", 4, 16, "eagle3")
-    assert plan(planner(GOOD), asked("ssd"), workers=0) == Arm("sd", 4, 16, "eagle3")
-    assert plan(planner(), asked("sd"), workers=0) == Arm("sd", 4, 16)
+    assert plan(planner(GOOD), make_admit("ssd")) == Arm("ssd", 4, 16)
+    assert plan(planner(GOOD), make_admit("sd")) == Arm("sd", 4, 16)
+    assert plan(planner(GOOD, POOR), make_admit("sd"), workers=0) == Arm("sd", 4, 16, "eagle3")
+    assert plan(planner(GOOD), make_admit("ssd"), workers=0) == Arm("sd", 4, 16, "eagle3")
+    assert plan(planner(), make_admit("sd"), workers=0) == Arm("sd", 4, 16)
 
 
 def test_named_drafter_is_the_only_one_used() -> None:
     found = planner(POOR, GOOD)
-    assert plan(found, asked("sd", "eagle3")) == Arm("sd", 4, 16, "eagle3")
-    assert plan(found, asked("sd", "draft")) == Arm("sd", 4, 16)
-    assert plan(found, asked("sd", "ngram")) == Arm("sd", 4, 16, "ngram")
-    auto = asked("auto", "mtp")
+    assert plan(found, make_admit("sd", "eagle3")) == Arm("sd", 4, 16, "eagle3")
+    assert plan(found, make_admit("sd", "draft")) == Arm("sd", 4, 16)
+    assert plan(found, make_admit("sd", "ngram")) == Arm("sd", 4, 16, "ngram")
+    auto = make_admit("auto", "mtp")
     kinds = found._policy(auto, found._sources(auto.drafter, 1))._base_arms
     assert [(arm.mode, arm.drafter) for arm in kinds] == [("ar", ""), ("sd", "mtp")]
 
 
 def slow_drafter(admit: Admit, full_depth: bool = False) -> Arm:
-    """The plan of a request whose drafter takes a verify's time for a token of 16 branches."""
+    """Returns the plan of a request whose drafter needs as long for a token of 16 branches as a verify takes."""
     found = Planner(round_settings(1, 16, full_depth=full_depth, each=True))
     for number in range(40):
         found.estimates.observe_verify(1, 14.0)
@@ -90,22 +90,22 @@ def open_request(found: Planner, admit: Admit, workers: int = 1) -> Request:
 
 
 def test_ssd_branches_are_limited_to_what_finishes_unless_b_is_given() -> None:
-    assert slow_drafter(asked("ssd")).branches in (1, 2, 4, 8)
-    assert slow_drafter(replace(asked("ssd"), branches=16)).branches == 16
-    assert slow_drafter(asked("ssd"), full_depth=True).branches == 16
+    assert slow_drafter(make_admit("ssd")).branches in (1, 2, 4, 8)
+    assert slow_drafter(replace(make_admit("ssd"), branches=16)).branches == 16
+    assert slow_drafter(make_admit("ssd"), full_depth=True).branches == 16
 
 
 def test_number_of_policies_for_custom_k_or_b_is_bounded() -> None:
-    found, usual = planner(), asked()
-    first = found._policy(usual, found._sources(usual.drafter, 1))
+    found, default = planner(), make_admit()
+    first = found._policy(default, found._sources(default.drafter, 1))
     for number in range(3 * MAX_REQUESTED_POLICIES):
-        plan(found, replace(usual, num_draft_tokens=1 + number % 16, branches=1 + number // 16))
-    assert found._policy(usual, found._sources(usual.drafter, 1)) is first
+        plan(found, replace(default, num_draft_tokens=1 + number % 16, branches=1 + number // 16))
+    assert found._policy(default, found._sources(default.drafter, 1)) is first
     assert len(found._policies) == MAX_REQUESTED_POLICIES + 1
 
 
-def rates(policy: Policy, found: dict[str, float], rounds: int = 4000) -> list[str]:
-    """Who drafts, a round; each way brings so many tokens a round of `STEP_MS`."""
+def choose_drafters(policy: Policy, found: dict[str, float], rounds: int = 4000) -> list[str]:
+    """Runs rounds of `STEP_MS`, in which a drafter or mode yields `found` tokens. Returns the choice of each round."""
     chosen = []
     for _ in range(rounds):
         plan = policy.plan()
@@ -118,15 +118,15 @@ def rates(policy: Policy, found: dict[str, float], rounds: int = 4000) -> list[s
 
 @pytest.mark.parametrize("best", ["ar", "sd", "ssd", "eagle3", "mtp", "ngram"])
 def test_auto_converges_to_the_best_drafter(best: str) -> None:
-    """Whatever it believes of each at first."""
+    """Whatever the first estimates of each drafter are."""
     estimates = Estimates()
     estimates.add_drafters([GOOD, POOR])
     policy = Policy(estimates, ("ar", "sd", "ssd"), 4, 16, others=("eagle3", "mtp", "ngram"))
     found = {"ar": 1.0, "sd": 1.1, "ssd": 1.2, "eagle3": 1.3, "mtp": 1.15, "ngram": 1.05} | {best: 2.0}
-    chosen = rates(policy, found)
+    chosen = choose_drafters(policy, found)
     assert sum(name == best for name in chosen[2000:]) > 0.9 * 2000
-    brought = sum(found[name] for name in chosen[1000:]) / 3000
-    assert brought > 0.97 * 2.0
+    mean_tokens = sum(found[name] for name in chosen[1000:]) / 3000
+    assert mean_tokens > 0.97 * 2.0
 
 
 def test_unused_drafter_is_judged_by_its_trial_at_load() -> None:
@@ -166,12 +166,16 @@ def test_ngram_forecast_follows_observed_copies() -> None:
 
 
 def test_head_that_proposes_nothing_in_a_row_is_left_out_for_the_request() -> None:
-    found, admit = planner(GOOD, POOR), asked("sd")
+    found, admit = planner(GOOD, POOR), make_admit("sd")
     request = open_request(found, admit, workers=0)
     silent, other = (Proposal(chain, draft=InProcess(4, "eagle3"), drafter="eagle3") for chain in ((), (7,)))
     notes = [
         found.check_in_process_drafter(
-            replace(settled(1, one, Outcome("r", 0, 1, 2, 0, 5, Span(0, 1)), 1), request=request, plan=request.plan)
+            replace(
+                make_settled_round(1, one, Outcome("r", 0, 1, 2, 0, 5, Span(0, 1)), 1),
+                request=request,
+                plan=request.plan,
+            )
         )
         for one in (*[silent] * 3, other, *[silent] * POLICY.max_silent_rounds)
     ]
@@ -181,11 +185,13 @@ def test_head_that_proposes_nothing_in_a_row_is_left_out_for_the_request() -> No
     assert request.plan == Arm("sd", 4, 16, "mtp")
 
 
-def test_repeating_held_and_code_texts_have_their_own_kinds() -> None:
+def test_repeating_constrained_and_code_texts_have_their_own_kinds() -> None:
     assert classify_text(range(100), constrained=False) == GENERAL_TEXT
     assert classify_text([*range(30), *range(20)], constrained=False) == REPEATING_TEXT
-    assert classify_text([1, 2] * 4, constrained=False) == GENERAL_TEXT  # too short to tell
-    assert classify_text([*range(40)] * 2 + [*range(100, 700)], constrained=False) == GENERAL_TEXT  # the newest count
+    assert classify_text([1, 2] * 4, constrained=False) == GENERAL_TEXT  # too short to classify
+    assert (
+        classify_text([*range(40)] * 2 + [*range(100, 700)], constrained=False) == GENERAL_TEXT
+    )  # the latest tokens count
     assert classify_text(range(100), constrained=True) == CONSTRAINED_TEXT
     assert [classify_text(text, constrained=False, code=True) for text in (range(9), [1, 2] * 40)] == [
         CODE_TEXT,
@@ -206,27 +212,27 @@ def test_best_drafter_is_learned_and_kept_per_kind_of_text() -> None:
     first = planner(GOOD)
     best = {GENERAL_TEXT: "eagle3", REPEATING_TEXT: "ngram"}
     for kind, drafter in best.items():
-        policy = first._policy(asked(), first._sources("", 1), kind)
-        rates(policy, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 1} | {drafter: 3})
+        policy = first._policy(make_admit(), first._sources("", 1), kind)
+        choose_drafters(policy, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 1} | {drafter: 3})
     again = Planner(round_settings(4, 16), memory=first.learned(), abilities=lambda: Abilities(drafters=(GOOD,)))
     for kind, drafter in best.items():
-        assert again.first_plan(asked(), 1, kind)[0].drafter == drafter
+        assert again.first_plan(make_admit(), 1, kind)[0].drafter == drafter
     again.set_load(2, 0)
-    assert again.first_plan(asked(), 1, REPEATING_TEXT)[0] == again.first_plan(asked(), 1, GENERAL_TEXT)[0]
+    assert again.first_plan(make_admit(), 1, REPEATING_TEXT)[0] == again.first_plan(make_admit(), 1, GENERAL_TEXT)[0]
 
 
 @pytest.mark.parametrize("settings", [{"draft_backend": "none", "head": ("mtp",)}, {"colocate": True}])
 def test_best_drafter_is_learned_where_no_draft_worker_runs(settings: dict[str, Any]) -> None:
     used = replace(round_settings(4, 16), **settings)
     first = Planner(used, abilities=lambda: Abilities(drafters=(GOOD,)))
-    rates(first._policy(asked(), first._sources("", 0)), {"ar": 1, "eagle3": 3, "ngram": 1})
+    choose_drafters(first._policy(make_admit(), first._sources("", 0)), {"ar": 1, "eagle3": 3, "ngram": 1})
     again = Planner(used, memory=first.learned(), abilities=lambda: Abilities(drafters=(GOOD,)))
-    plan, _ = again.first_plan(asked(), 0)
-    assert plan.drafter == "eagle3" and "measured before" in again._policy(asked(), again._sources("", 0)).why
+    plan, _ = again.first_plan(make_admit(), 0)
+    assert plan.drafter == "eagle3" and "measured before" in again._policy(make_admit(), again._sources("", 0)).why
 
 
 def test_nothing_is_learned_where_only_ngrams_draft() -> None:
-    """Their arm has the name of SD by draft workers, which may join the next server."""
+    """Their arm has the same name as SD with draft workers, which may join the next server."""
     found = Planner(replace(round_settings(4, 16), draft_backend="ngram"))
-    rates(found._policy(asked(), found._sources("", 0)), {"ar": 1, "sd": 2})
+    choose_drafters(found._policy(make_admit(), found._sources("", 0)), {"ar": 1, "sd": 2})
     assert found.learned() == ()

@@ -9,28 +9,31 @@ from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import DraftTokens, Outcome, Span
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
-from tests.orchestrator.test_hoping import Wires
+from tests.orchestrator.test_branch_waits import RecordingWorkers
 
 
 def test_bounds_are_inclusive_and_excess_goes_to_the_last_bucket() -> None:
-    watch = DurationHistogram()
+    histogram = DurationHistogram()
     for bound in BUCKET_BOUNDS_MS:
-        watch.add(int(bound * MILLISECOND_NS))
-    watch.add(int(BUCKET_BOUNDS_MS[-1] * MILLISECOND_NS) + 1)
-    told = watch.snapshot()
-    assert told.counts == (1,) * (len(BUCKET_BOUNDS_MS) + 1) and told.bounds == tuple(sorted(told.bounds))
-    assert told.bounds[0] == 0.0005 and abs(told.seconds - (sum(BUCKET_BOUNDS_MS) + BUCKET_BOUNDS_MS[-1]) / 1000) < 1e-6
+        histogram.add(int(bound * MILLISECOND_NS))
+    histogram.add(int(BUCKET_BOUNDS_MS[-1] * MILLISECOND_NS) + 1)
+    found = histogram.snapshot()
+    assert found.counts == (1,) * (len(BUCKET_BOUNDS_MS) + 1) and found.bounds == tuple(sorted(found.bounds))
+    assert found.bounds[0] == 0.0005
+    assert abs(found.seconds - (sum(BUCKET_BOUNDS_MS) + BUCKET_BOUNDS_MS[-1]) / 1000) < 1e-6
 
 
 def test_shared_forward_counts_once_and_prompt_reading_not_at_all() -> None:
-    scheduler = Scheduler(Wires(), round_settings(4, 8, ngrams=False), list[ToFront]().append, Trace(None))
+    scheduler = Scheduler(RecordingWorkers(), round_settings(4, 8, ngrams=False), list[ToFront]().append, Trace(None))
     ms = MILLISECOND_NS
     for name in ("a", "b"):
         scheduler.begin(Admit(name, (1, 2, 3), SamplingParams(max_tokens=50), "ar", frozenset()), 0)
-    for number, (begun, ended) in enumerate(((0, 4), (5, 7), (8, 11))):
-        work = Span(begun * ms, ended * ms)
-        told = [Outcome(name, 0, number, 3 + number, 0, 5, work, next_proposal=DraftTokens()) for name in ("a", "b")]
-        scheduler.handle([("target-0", one) for one in told], ended * ms)
-    lasted, verified = scheduler.metrics.rounds.snapshot(), scheduler.metrics.verifies.snapshot()
-    assert (sum(lasted.counts), round(1000 * lasted.seconds)) == (4, 2 * (3 + 4))
-    assert (sum(verified.counts), round(1000 * verified.seconds)) == (2, 2 + 3)
+    for number, (started, ended) in enumerate(((0, 4), (5, 7), (8, 11))):
+        work = Span(started * ms, ended * ms)
+        outcomes = [
+            Outcome(name, 0, number, 3 + number, 0, 5, work, next_proposal=DraftTokens()) for name in ("a", "b")
+        ]
+        scheduler.handle([("target-0", one) for one in outcomes], ended * ms)
+    rounds, verifies = scheduler.metrics.rounds.snapshot(), scheduler.metrics.verifies.snapshot()
+    assert (sum(rounds.counts), round(1000 * rounds.seconds)) == (4, 2 * (3 + 4))
+    assert (sum(verifies.counts), round(1000 * verifies.seconds)) == (2, 2 + 3)

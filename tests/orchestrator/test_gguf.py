@@ -54,7 +54,7 @@ def file(tmp_path) -> Path:
     return write_gguf(tmp_path / "tiny.gguf")
 
 
-def converted(file: Path, keep_precision: bool = False) -> Path:
+def convert(file: Path, keep_precision: bool = False) -> Path:
     return find_model(str(file), keep_precision=keep_precision).folder
 
 
@@ -71,7 +71,7 @@ def random_texts(count: int, seed: int = 0) -> list[str]:
 @pytest.mark.parametrize("kind", EXACT)
 def test_simple_quantized_blocks_keep_their_exact_values(tmp_path, kind):
     file = write_gguf(tmp_path / "a.gguf", "qwen2", kind)
-    found, header = weights(converted(file)), read_gguf(file)
+    found, header = weights(convert(file)), read_gguf(file)
     for old, new in (("blk.1.ffn_down", "model.layers.1.mlp.down_proj"), ("token_embd", "model.embed_tokens")):
         parts = [found[f"{new}.{part}"] for part in ("weight", "scales", "biases")]
         bits = gguf.mlx_bits(kind, False)
@@ -84,14 +84,14 @@ def test_simple_quantized_blocks_keep_their_exact_values(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 def test_simple_quantized_blocks_equal_those_loaded_by_mlx(tmp_path, kind):
     file = write_gguf(tmp_path / "a.gguf", "qwen2", kind)
-    theirs, ours = mx.load(str(file)), weights(converted(file))
+    theirs, ours = mx.load(str(file)), weights(convert(file))
     for part in ("weight", "scales", "biases"):
         assert mx.array_equal(ours[f"model.layers.0.mlp.up_proj.{part}"], theirs[f"blk.0.ffn_up.{part}"])
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4), ("Q5_K", 5)])
 def test_k_quant_blocks_keep_their_levels(tmp_path, kind, bits):
-    """And their groups' scales to half precision."""
+    """The scales of their groups are rounded to half precision."""
     header = read_gguf(write_gguf(tmp_path / "a.gguf", "qwen2", kind))
     matrix = gguf.convert_tensor(header, "blk.0.ffn_up.weight", bits, "float16")
     theirs = dequantize(header.read_tensor_bytes("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
@@ -105,7 +105,7 @@ def test_k_quant_blocks_keep_their_levels(tmp_path, kind, bits):
 def test_other_blocks_are_requantized_or_kept_in_half_precision(tmp_path, kind, bits):
     file = write_gguf(tmp_path / "a.gguf", "qwen2", kind)
     theirs = dequantize(read_gguf(file).read_tensor_bytes("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
-    requantized, kept = weights(converted(file)), weights(converted(file, keep_precision=True))
+    requantized, kept = weights(convert(file)), weights(convert(file, keep_precision=True))
     name = "model.layers.0.mlp.up_proj"
     parts = [requantized[f"{name}.{part}"].astype(mx.float32) for part in ("scales", "biases")]
     ours = np.array(mx.dequantize(requantized[f"{name}.weight"], *parts, group_size=32, bits=bits))
@@ -118,36 +118,36 @@ def test_other_blocks_are_requantized_or_kept_in_half_precision(tmp_path, kind, 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", mx.float32), ("F16", mx.float16), ("BF16", mx.bfloat16)])
 def test_unquantized_tensors_keep_their_dtype(tmp_path, kind, dtype):
-    found = weights(converted(write_gguf(tmp_path / "a.gguf", "gemma3", kind)))
+    found = weights(convert(write_gguf(tmp_path / "a.gguf", "gemma3", kind)))
     assert {value.dtype for value in found.values()} == {dtype}
 
 
 def test_llama_q_and_k_rows_are_unpermuted(tmp_path):
-    """The converter's own permutation, undone."""
+    """llama.cpp's converter permutes these rows."""
     rows = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
     permuted = rows.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
     file = write_gguf(tmp_path / "a.gguf", tensors={"blk.0.attn_q.weight": permuted})
-    assert (np.array(weights(converted(file))["model.layers.0.self_attn.q_proj.weight"]) == rows).all()
+    assert (np.array(weights(convert(file))["model.layers.0.self_attn.q_proj.weight"]) == rows).all()
 
 
 def test_llama_attention_biases_are_unpermuted(tmp_path):
     file = write_gguf(tmp_path / "a.gguf", biased=True)
-    found = weights(converted(file))
+    found = weights(convert(file))
     pairs = (
         np.frombuffer(read_gguf(file).read_tensor_bytes("blk.0.attn_q.bias"), np.float32)
         .reshape(4, 8, 2)
         .swapaxes(1, 2)
     )
     assert (np.array(found["model.layers.0.self_attn.q_proj.bias"]) == pairs.reshape(-1)).all()
-    assert load(str(converted(file))).config["attention_bias"]
+    assert load(str(convert(file))).config["attention_bias"]
 
 
 def test_weights_of_several_files_are_all_loaded(tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "a.gguf")
-    whole = load(str(converted(file))).model(mx.array([TEXT]))
+    whole = load(str(convert(file))).model(mx.array([TEXT]))
     monkeypatch.setattr(gguf_model, "MAX_SHARD_BYTES", 20_000)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "other"))
-    folder = converted(file)
+    folder = convert(file)
     assert len(list(folder.glob("model*.safetensors"))) > 3
     assert mx.array_equal(load(str(folder)).model(mx.array([TEXT])), whole)
 
@@ -155,20 +155,22 @@ def test_weights_of_several_files_are_all_loaded(tmp_path, monkeypatch):
 @pytest.mark.parametrize("architecture", [one for one in SIZES if one != "gemma2"])
 def test_every_architecture_loads_with_an_untied_head(tmp_path, architecture):
     file = write_gguf(tmp_path / "a.gguf", architecture, "Q8_0", tied=False)
-    logits = load(str(converted(file))).model(mx.array([TEXT]))
+    logits = load(str(convert(file))).model(mx.array([TEXT]))
     assert logits.shape == (1, len(TEXT), 265) and np.isfinite(np.array(logits)).all()
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q4_K", "Q6_K"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])  # those that it reads
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
+)  # those that transformers reads
 def test_logits_match_transformers(tmp_path, architecture, kind):
-    """Held to an independent reader, where torch and accelerate are installed (CONTRIBUTING.md)."""
+    """Compares with an independent reader, if torch and accelerate are installed (CONTRIBUTING.md)."""
     torch = pytest.importorskip("torch", reason="transformers reads GGUF files with torch")
     pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
     from transformers import AutoModelForCausalLM
 
     file = write_gguf(tmp_path / "a.gguf", architecture, kind, tied=architecture != "llama")
-    ours = np.array(load(str(converted(file, keep_precision=True))).model(mx.array([TEXT])))[0]
+    ours = np.array(load(str(convert(file, keep_precision=True))).model(mx.array([TEXT])))[0]
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path), gguf_file=file.name, dtype=torch.float32)
     with torch.no_grad():
         theirs = model(torch.tensor([TEXT])).logits[0].numpy()
@@ -179,19 +181,19 @@ def test_logits_match_transformers(tmp_path, architecture, kind):
 @pytest.mark.parametrize("kind", ["F32", "Q4_K"])
 @pytest.mark.parametrize("architecture", [one for one in SIZES if one != "mistral"])
 def test_greedy_text_matches_llama_cpp_up_to_near_ties(tmp_path, architecture, kind):
-    """llama.cpp itself, where its package is installed (CONTRIBUTING.md); of K-quants it rounds activations, too."""
+    """Compares with llama.cpp, if it is installed (CONTRIBUTING.md). With K-quants it rounds activations, too."""
     xllamacpp = pytest.importorskip("xllamacpp", reason="xllamacpp, which has llama.cpp inside, is not installed")
     file = write_gguf(tmp_path / "a.gguf", architecture, kind, tied=architecture not in ("phi3", "olmo2", "olmo3"))
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.verbosity = str(file), 256, 1, False, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1  # its threads spin while they wait for each other
     wanted = {"prompt": TEXT, "n_predict": 32, "temperature": 0, "return_tokens": True, "ignore_eos": True}
-    server = xllamacpp.Server(params)  # which ends with its last reference
+    server = xllamacpp.Server(params)  # it ends when its last reference is deleted
     with httpx.Client(timeout=200) as client:
         tokens = client.post(f"{server.listening_address}/completion", json=wanted).json()["tokens"]
     del server
-    logits = np.array(load(str(converted(file))).model(mx.array([TEXT + tokens])))[0][len(TEXT) - 1 : -1]
-    logits[:, [0, 2]] = -np.inf  # what ends a text, which `ignore_eos` forbids
+    logits = np.array(load(str(convert(file))).model(mx.array([TEXT + tokens])))[0][len(TEXT) - 1 : -1]
+    logits[:, [0, 2]] = -np.inf  # end tokens, which `ignore_eos` forbids
     behind = [float(row.max() - row[token]) for row, token in zip(logits, tokens, strict=True)]
     assert len(tokens) == 32 and max(behind) <= (0.02 if kind == "F32" else 0.05) * logits.max()
     assert sum(margin > 0 for margin in behind) <= 4
@@ -208,11 +210,11 @@ def test_llama3_rope_scaling_is_recovered_from_its_factors(tmp_path):
     }
     rope = Llama3RoPE(16, base=500000.0, scaling_config=scaling)
     factors = np.array(rope._freqs) / 500000.0 ** (np.arange(0, 16, 2) / 16)
-    said, base = {"rope_freqs.weight": factors.astype(np.float32)}, {"llama.rope.freq_base": 500000.0}
-    config = read_config(converted(write_gguf(tmp_path / "a.gguf", tensors=said, metadata=base)))
+    tensors, metadata = {"rope_freqs.weight": factors.astype(np.float32)}, {"llama.rope.freq_base": 500000.0}
+    config = read_config(convert(write_gguf(tmp_path / "a.gguf", tensors=tensors, metadata=metadata)))
     assert config["rope_scaling"] == {"type": "llama3", "rope_type": "llama3", **scaling}
     with pytest.raises(ModelError, match="scales positions unlike Llama 3"):
-        converted(write_gguf(tmp_path / "b.gguf", tensors={"rope_freqs.weight": factors.astype(np.float32) + 1}))
+        convert(write_gguf(tmp_path / "b.gguf", tensors={"rope_freqs.weight": factors.astype(np.float32) + 1}))
 
 
 @pytest.mark.parametrize(
@@ -227,36 +229,38 @@ def test_llama3_rope_scaling_is_recovered_from_its_factors(tmp_path):
     ],
 )
 def test_linear_scaling_is_read_under_every_name_as_in_llama_cpp(tmp_path, metadata, factor):
-    said = {f"llama.rope.{key}": value for key, value in metadata.items()}
-    config = read_config(converted(write_gguf(tmp_path / "a.gguf", metadata=said)))
+    prefixed = {f"llama.rope.{key}": value for key, value in metadata.items()}
+    config = read_config(convert(write_gguf(tmp_path / "a.gguf", metadata=prefixed)))
     assert config.get("rope_scaling", {}).get("factor") == factor
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
 def test_factor_of_attention_that_mlx_lacks_is_refused(tmp_path, kind):
-    said = {"type": kind, "factor": 4.0, "original_context_length": 32, "attn_factor": 1.0}
+    scaling = {"type": kind, "factor": 4.0, "original_context_length": 32, "attn_factor": 1.0}
     for factor in (1.0, 1.5):
-        metadata = {f"llama.rope.scaling.{key}": value for key, value in {**said, "attn_factor": factor}.items()}
+        metadata = {f"llama.rope.scaling.{key}": value for key, value in {**scaling, "attn_factor": factor}.items()}
         file = write_gguf(tmp_path / f"{factor}.gguf", metadata=metadata)
         if factor == 1.0:
-            assert read_config(converted(file))["rope_scaling"]["factor"] == 4.0
+            assert read_config(convert(file))["rope_scaling"]["factor"] == 4.0
         else:
             with pytest.raises(ModelError, match=r"scales attention \(llama.rope.scaling.attn_factor\)"):
-                converted(file)
+                convert(file)
 
 
 def test_scaling_of_long_contexts_is_read(tmp_path):
-    """YaRN's, and Phi's factors of each frequency, for a context beyond the one that the model was trained with."""
-    said = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 64}
+    """YaRN, and Phi's factors for each frequency, which extend the context beyond that of the training."""
+    metadata = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 64}
     config = read_config(
-        converted(write_gguf(tmp_path / "a.gguf", metadata={f"llama.rope.{key}": value for key, value in said.items()}))
+        convert(
+            write_gguf(tmp_path / "a.gguf", metadata={f"llama.rope.{key}": value for key, value in metadata.items()})
+        )
     )
     scaling = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     assert config["rope_scaling"] == scaling
     factors = {"long": np.linspace(1.05, 4, 8, dtype=np.float32), "short": np.ones(8, np.float32)}
     tensors = {f"rope_factors_{length}.weight": values for length, values in factors.items()}
-    said = {"phi3.rope.scaling.original_context_length": 64, "phi3.rope.dimension_count": 16}
-    folder = converted(write_gguf(tmp_path / "b.gguf", "phi3", tied=False, tensors=tensors, metadata=said))
+    metadata = {"phi3.rope.scaling.original_context_length": 64, "phi3.rope.dimension_count": 16}
+    folder = convert(write_gguf(tmp_path / "b.gguf", "phi3", tied=False, tensors=tensors, metadata=metadata))
     scaling = read_config(folder)["rope_scaling"]
     assert (scaling["rope_type"], scaling["original_max_position_embeddings"]) == ("longrope", 64)
     assert np.allclose(scaling["short_factor"], factors["short"])
@@ -270,7 +274,7 @@ def read_config(folder: Path) -> dict:
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
 def test_text_round_trips_through_tokens(tmp_path, pre):
-    folder = converted(write_gguf(tmp_path / "a.gguf", pre=pre))
+    folder = convert(write_gguf(tmp_path / "a.gguf", pre=pre))
     tokenizer, composed = Tokenizer.from_file(str(folder / "tokenizer.json")), normalizers.NFC().normalize_str
     for text in random_texts(2000):
         decoded = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
@@ -279,7 +283,7 @@ def test_text_round_trips_through_tokens(tmp_path, pre):
 
 def test_pre_tokenizer_splits_limit_merges(tmp_path):
     def pieces(pre: str, text: str) -> list[str]:
-        folder = converted(write_gguf(tmp_path / f"{pre}.gguf", pre=pre))
+        folder = convert(write_gguf(tmp_path / f"{pre}.gguf", pre=pre))
         return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).tokens
 
     assert pieces("smollm", "12") == ["1", "2"] and pieces("llama-bpe", "12") == ["12"]
@@ -299,14 +303,14 @@ def test_sentencepiece_tokenizer_keeps_bytes_and_spaces(tmp_path):
         "he",
         "\u2581he",
     ]
-    said = {
+    metadata = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": spelled,
         "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 5],
         "tokenizer.ggml.scores": [0.0] * 259 + [-9.0, -9.0, -9.0, -1.0, -2.0],
         "tokenizer.ggml.add_bos_token": True,
     }
-    file = write_gguf(tmp_path / "a.gguf", metadata=said)
+    file = write_gguf(tmp_path / "a.gguf", metadata=metadata)
     codec = load_codec(find_model(str(file)))
     assert [codec.tokenizer.id_to_token(token) for token in codec.encode("he e\n")] == [
         "<s>", "\u2581he", "\u2581", "e", "<0x0A>",
@@ -318,16 +322,16 @@ def test_sentencepiece_tokenizer_keeps_bytes_and_spaces(tmp_path):
 
 @pytest.mark.parametrize(("architecture", "kept"), [("phi3", []), ("llama", ["\u2581", "<0x0A>"])])
 def test_special_tokens_of_phi_3_take_in_the_spaces_after_them(tmp_path, architecture, kept):
-    """As in its tokenizer.json; llama.cpp knows the model by its name."""
+    """As in Phi 3's tokenizer.json. llama.cpp recognises the model by its name."""
     special = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>"]
     spelled = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "h"]
-    said = {
+    metadata = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": spelled,
         "tokenizer.ggml.token_type": [2, 3, 3, 3, 3, *[6] * 256, 1, 1],
         "tokenizer.ggml.scores": [0.0] * 261 + [-1.0, -2.0],
     }
-    codec = load_codec(find_model(str(write_gguf(tmp_path / "a.gguf", architecture, metadata=said))))
+    codec = load_codec(find_model(str(write_gguf(tmp_path / "a.gguf", architecture, metadata=metadata))))
     found = [codec.tokenizer.id_to_token(token) for token in codec.encode("<|user|>\n<s>h<|end|>\n", special=False)]
     assert found == ["<|user|>", *kept, "<s>", "\u2581", "h", "<|end|>", *kept]
 
@@ -342,7 +346,7 @@ def test_token_types_may_be_fractions_or_no_numbers(tmp_path):
 
 
 def test_any_token_can_begin_a_text(tmp_path):
-    """Also one with a colon, with which the library's templates separate a token from its type."""
+    """Even one with a colon, which separates a token from its type in templates of the tokenizers library."""
     colon = 3 + sorted(ByteLevel.alphabet()).index(":")
     metadata = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": colon}
     codec = load_codec(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=metadata))))
@@ -356,21 +360,21 @@ def test_end_token_of_the_chat_format_ends_the_text(file):
 
 
 def test_end_of_turn_token_of_the_metadata_ends_the_text(tmp_path):
-    """Whatever its name is."""
+    """Whatever the text of the token is."""
     file = write_gguf(tmp_path / "a.gguf", metadata={"tokenizer.ggml.eot_token_id": 9})
     assert 9 in load_codec(find_model(str(file))).eos
 
 
 @pytest.mark.parametrize("kind", [3, 4, 1])
 def test_end_token_of_the_chat_format_is_never_text_whatever_its_type(tmp_path, kind):
-    """Converters write an added token that is not special as user-defined or normal; the model may name another end."""
-    said = {"tokenizer.ggml.token_type": [3, 3, kind, *[1] * 262], "tokenizer.ggml.eos_token_id": 0}
-    codec = load_codec(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=said))))
+    """If the token is not special, converters give it another type, and the metadata may name another end token."""
+    metadata = {"tokenizer.ggml.token_type": [3, 3, kind, *[1] * 262], "tokenizer.ggml.eos_token_id": 0}
+    codec = load_codec(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=metadata))))
     assert 2 in codec.eos and codec.encode("a<|im_end|>", special=False)[-1] == 2
 
 
 def test_absent_token_may_be_the_largest_number(tmp_path):
-    """-1, which some converters write for it, in the unsigned type of these fields; llama.cpp ignores it, too."""
+    """Some converters write -1, which is 2**32 - 1 in these unsigned fields. llama.cpp ignores it as well."""
     absent = {f"tokenizer.ggml.{name}_token_id": 2**32 - 1 for name in ("bos", "padding")}
     special = load_codec(find_model(str(write_gguf(tmp_path / "a.gguf", metadata=absent)))).special
     assert special == {"eos_token": "<|im_end|>", "unk_token": "<|endoftext|>"}
@@ -379,8 +383,8 @@ def test_absent_token_may_be_the_largest_number(tmp_path):
 def test_template_for_conversations_with_tools_is_kept(tmp_path):
     """llama.cpp's converter writes templates other than the default one under their names."""
     file = write_gguf(tmp_path / "a.gguf", metadata={"tokenizer.chat_template.tool_use": "{{ tools }}"})
-    assert chat_template(converted(file)) == TEMPLATE
-    assert chat_template(converted(file), TOOL_TEMPLATE) == "{{ tools }}"
+    assert chat_template(convert(file)) == TEMPLATE
+    assert chat_template(convert(file), TOOL_TEMPLATE) == "{{ tools }}"
 
 
 def test_two_gguf_files_form_a_pair(file, tmp_path):
@@ -398,9 +402,9 @@ def test_same_content_is_converted_once(file, tmp_path, monkeypatch):
     copy.parent.mkdir()
     copy.write_bytes(file.read_bytes())
     with ThreadPoolExecutor(4) as pool:
-        folders = set(pool.map(converted, [file, copy, file, copy]))
+        folders = set(pool.map(convert, [file, copy, file, copy]))
     assert len(folders) == 1 and len(made) == 1
-    assert converted(file, keep_precision=True) not in folders
+    assert convert(file, keep_precision=True) not in folders
 
 
 def test_threads_hashing_one_file_agree(file, cache, monkeypatch):
@@ -418,12 +422,12 @@ def test_threads_hashing_one_file_agree(file, cache, monkeypatch):
     assert len(list((cache / "hashes").iterdir())) == 20
 
 
-def test_emptied_note_of_a_hash_is_written_again(file, cache):
-    """As a power failure may leave it."""
+def test_empty_hash_file_is_written_again(file, cache):
+    """As after a power failure."""
     digest = pulled.content_hash(file)
-    (note,) = (cache / "hashes").iterdir()
-    note.write_text("")
-    assert pulled.content_hash(file) == digest == note.read_text()
+    (hash_file,) = (cache / "hashes").iterdir()
+    hash_file.write_text("")
+    assert pulled.content_hash(file) == digest == hash_file.read_text()
 
 
 def test_sampling_of_the_file_comes_before_that_of_a_known_model(tmp_path, monkeypatch):
@@ -433,24 +437,24 @@ def test_sampling_of_the_file_comes_before_that_of_a_known_model(tmp_path, monke
     known = replace(pulled.PULLED_MODELS["smollm2"], sha256=pulled.content_hash(file))
     monkeypatch.setitem(pulled.PULLED_MODELS, "smollm2", known)
     own = {"temp": 0.6, "top_k": 20, "repetition_penalty": 1.05}
-    assert read_default_sampling(converted(file)) == {**own, "top_p": known.sampling["top_p"]}
+    assert read_default_sampling(convert(file)) == {**own, "top_p": known.sampling["top_p"]}
 
 
 def test_unfinished_conversion_is_redone(file, cache):
-    folder = converted(file)
+    folder = convert(file)
     (folder / "model.safetensors").unlink()
     folder.rename(folder.with_name(f".{folder.name}.unfinished"))
-    assert (converted(file) / "model.safetensors").is_file()
+    assert (convert(file) / "model.safetensors").is_file()
     assert not list(cache.rglob("*.unfinished"))
 
 
 def test_conversion_that_was_not_used_for_long_is_removed(file, tmp_path):
-    old, later = converted(file), [write_gguf(tmp_path / f"{kind}.gguf", kind=kind) for kind in ("Q4_1", "Q8_0")]
-    assert converted(later[0]).is_dir() and old.is_dir()
+    old, later = convert(file), [write_gguf(tmp_path / f"{kind}.gguf", kind=kind) for kind in ("Q4_1", "Q8_0")]
+    assert convert(later[0]).is_dir() and old.is_dir()
     os.utime(old, (0, 0))
     digest._in_use.clear()  # as if the processes that used it had ended
-    assert converted(later[1]).is_dir() and not old.exists()
-    assert converted(file) == old and old.is_dir()
+    assert convert(later[1]).is_dir() and not old.exists()
+    assert convert(file) == old and old.is_dir()
 
 
 def test_full_disk_is_reported_and_leaves_no_model(file, cache, monkeypatch):
@@ -459,35 +463,35 @@ def test_full_disk_is_reported_and_leaves_no_model(file, cache, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ModelError, match=r"can't be stored in .*: No space left on device; .*OUTRIDER_CACHE"):
-        converted(file)
+        convert(file)
     assert not list((cache / "gguf").glob("*"))[1:] and not list(cache.rglob("*.json"))
 
 
 def test_disk_that_is_full_from_the_first_file_on_is_reported(file, cache):
-    """No file may grow beyond 4 KiB, so the tokenizer's, which is written first, does not fit."""
+    """No file may grow beyond 4 KiB, so the tokenizer's file, which is written first, does not fit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
         with pytest.raises(ModelError, match=r"can't be stored in .*: File too large; .*OUTRIDER_CACHE"):
-            converted(file)
+            convert(file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_unreadable_file_is_no_full_disk(file, cache, monkeypatch):
+def test_unreadable_file_is_not_reported_as_a_full_disk(file, cache, monkeypatch):
     def broken(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(np, "fromfile", broken)
     with pytest.raises(ModelError, match=r"can't be read: Input/output error"):
-        converted(file)
+        convert(file)
 
 
 def test_unwritable_cache_is_reported(file, tmp_path, monkeypatch):
     (tmp_path / "plain").write_text("")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "plain" / "below"))
     with pytest.raises(ModelError, match="can't be stored in"):
-        converted(file)
+        convert(file)
 
 
 def test_truncated_file_is_reported_at_any_length(file, tmp_path, cache):
@@ -498,7 +502,7 @@ def test_truncated_file_is_reported_at_any_length(file, tmp_path, cache):
         with pytest.raises(ModelError, match=r"is truncated|is too small"):
             write_model(read_gguf(cut), tmp_path / "never")
     with pytest.raises(ModelError, match="truncated"):
-        converted(cut)
+        convert(cut)
     assert not list(cache.rglob("*.safetensors"))
 
 
@@ -531,7 +535,7 @@ def test_non_gguf_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "words"),
     [
         ({"metadata": {"llama.block_count": "two"}}, "llama.block_count is the text 'two'; expected a whole number"),
         ({"metadata": {"llama.rope.freq_base": [1.0, 2.0]}}, "freq_base is a list of numbers; expected a number"),
@@ -554,11 +558,11 @@ def test_non_gguf_files_are_refused(tmp_path):
         ({"tensors": {"token_embd.weight": np.ones(64, np.float32)}}, "has embeddings of no numbers"),
     ],
 )  # fmt: skip
-def test_inconsistent_file_error_names_the_fault(tmp_path, changes, said):
+def test_inconsistent_file_error_names_the_fault(tmp_path, changes, words):
     file = write_gguf(tmp_path / "a.gguf", **changes)
     with pytest.raises(ModelError) as refused:
-        converted(file)
-    assert said in str(refused.value) and str(file) in str(refused.value)
+        convert(file)
+    assert words in str(refused.value) and str(file) in str(refused.value)
 
 
 def test_part_that_names_no_architecture_is_recognized(tmp_path):

@@ -1,4 +1,4 @@
-"""Drafters of other machines join: which are accepted and dismissed, and with which messages; over real sockets."""
+"""Drafters on other machines join over real sockets: which are accepted, refused and dismissed, and why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HELLO = Hello("draft", "", 7, 77, "mlx", "m", 10, 100, 1, 1)
 
 
 class JoiningPool:
-    """A pool that drafters join by TCP, with keys."""
+    """A worker pool that drafters join by TCP, with keys."""
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
         self.ring = Keyring(folder)
@@ -40,18 +40,18 @@ class JoiningPool:
         for name, pair in (("mini", MINI), ("studio", STUDIO)):
             self.ring.allow(AllowedKey(DRAFTER, pair.public, name))
         self.context: zmq.Context[Any] = zmq.Context()
-        self.gate = CurveAuth(self.context, self.ring)
+        self.auth = CurveAuth(self.context, self.ring)
         settings = ServeSettings(workers_endpoint="tcp://127.0.0.1:0", keyed=True, keys=folder)
-        self.pool = WorkerPool(self.context, settings, run_dir, self.gate)
+        self.pool = WorkerPool(self.context, settings, run_dir, self.auth)
         self.received: list[tuple[str, Message]] = []
-        self.came: list[zmq.Socket[Any]] = []
+        self.sockets: list[zmq.Socket[Any]] = []
 
     def keys(self, pair: KeyPair) -> ClientKeys:
-        return ClientKeys(pair, self.gate.own.public)
+        return ClientKeys(pair, self.auth.own.public)
 
     def peer(self, incarnation: int, pair: KeyPair | None) -> zmq.Socket[Any]:
-        """By TCP with keys, or without any by the server's own endpoint."""
-        self.came.append(socket := self.context.socket(zmq.DEALER))
+        """Connects by TCP with these keys, or without keys to the server's own endpoint."""
+        self.sockets.append(socket := self.context.socket(zmq.DEALER))
         socket.identity = routing_id(incarnation)
         if pair is None:
             connect(socket, self.pool.endpoint)
@@ -59,8 +59,8 @@ class JoiningPool:
             connect(socket, self.pool.joining_endpoint, self.keys(pair))
         return socket
 
-    def hello(self, socket: zmq.Socket[Any], incarnation: int, **said: Any) -> Message:
-        return self.answer(socket, encode(replace(HELLO, incarnation=incarnation, **said)))
+    def hello(self, socket: zmq.Socket[Any], incarnation: int, **fields: Any) -> Message:
+        return self.answer(socket, encode(replace(HELLO, incarnation=incarnation, **fields)))
 
     def answer(self, socket: zmq.Socket[Any], frames: Any) -> Message:
         socket.send_multipart(frames)
@@ -72,13 +72,13 @@ class JoiningPool:
         self.received += self.pool.receive()
 
     def tick(self, seconds: int) -> list[str]:
-        """What is found out when so much time has passed."""
+        """Returns the reasons of the losses that are found at this time."""
         self.pool.ping(seconds * SECOND_NS)
         return [loss.why for loss in self.pool.losses(seconds * SECOND_NS)]
 
     def close(self) -> None:
         self.pool.close()
-        self.gate.close()
+        self.auth.close()
         self.context.destroy(linger=0)
 
 
@@ -96,10 +96,10 @@ def reason(answer: Message) -> str:
 
 
 def test_remote_drafter_joins_and_its_messages_arrive(joining_pool: JoiningPool) -> None:
-    far = joining_pool.peer(7, MINI)
-    answer = joining_pool.hello(far, 7, name="mini")
+    remote = joining_pool.peer(7, MINI)
+    answer = joining_pool.hello(remote, 7, name="mini")
     assert isinstance(answer, Welcome) and answer.name == "mini"
-    far.send_multipart(encode(Resync("r", 0)))
+    remote.send_multipart(encode(Resync("r", 0)))
     while not joining_pool.received:
         joining_pool.listen()
     assert joining_pool.received == [("mini", Resync("r", 0))]
@@ -107,29 +107,29 @@ def test_remote_drafter_joins_and_its_messages_arrive(joining_pool: JoiningPool)
 
 def test_memory_of_a_remote_drafter_is_not_taken_from_this_machines_texts(joining_pool: JoiningPool) -> None:
     before, most = joining_pool.pool.kv_budget, 2**63 - 1
-    far = joining_pool.peer(7, MINI)
-    joining_pool.hello(far, 7, name="mini", kv=KvCost(most, most), weight_bytes=most)
+    remote = joining_pool.peer(7, MINI)
+    joining_pool.hello(remote, 7, name="mini", kv=KvCost(most, most), weight_bytes=most)
     assert joining_pool.pool.drafters() == {"mini"}
     assert joining_pool.pool.kv_budget == before and before.limit > 0
-    assert decode(far.recv_multipart()) == KvMemory(most)
+    assert decode(remote.recv_multipart()) == KvMemory(most)
 
 
 def test_drafter_with_a_revoked_key_is_dismissed_for_good(joining_pool: JoiningPool) -> None:
-    far = joining_pool.peer(7, MINI)
-    joining_pool.hello(far, 7, name="mini")
+    remote = joining_pool.peer(7, MINI)
+    joining_pool.hello(remote, 7, name="mini")
     assert not joining_pool.tick(100)
     joining_pool.ring.revoke("mini")
     (why,) = joining_pool.tick(200)
     assert "mini is dismissed: its key is not allowed" in why and "`outrider keys allow` and --as" in why
-    assert "is dismissed" in reason(decode(far.recv_multipart()[-1:]) if far.poll(WAIT_MS) else Welcome(""))
-    assert "its key is not allowed" in reason(joining_pool.hello(far, 7, name="mini"))  # by its old connection
+    assert "is dismissed" in reason(decode(remote.recv_multipart()[-1:]) if remote.poll(WAIT_MS) else Welcome(""))
+    assert "its key is not allowed" in reason(joining_pool.hello(remote, 7, name="mini"))  # by its old connection
     with pytest.raises(KeyFault, match=r"refuses this side's key .* \(`outrider keys allow`, with --as for a worker\)"):
         probe(joining_pool.pool.joining_endpoint, joining_pool.keys(MINI))
 
 
 def test_key_of_a_drafter_dismissed_for_invalid_messages_is_refused(joining_pool: JoiningPool) -> None:
-    far = joining_pool.peer(7, MINI)
-    joining_pool.hello(far, 7, name="mini")
+    remote = joining_pool.peer(7, MINI)
+    joining_pool.hello(remote, 7, name="mini")
     for _ in range(1000):
         joining_pool.pool.record_invalid("mini", "frame")
     with pytest.raises(KeyFault, match="refuses this side's key"):
@@ -138,10 +138,10 @@ def test_key_of_a_drafter_dismissed_for_invalid_messages_is_refused(joining_pool
 
 
 def test_message_with_another_keys_routing_id_is_rejected(joining_pool: JoiningPool) -> None:
-    """ZeroMQ gives a far peer that comes again the routing id of its old connection; so might another, with its own
-    key."""
-    far = joining_pool.peer(7, MINI)
-    joining_pool.hello(far, 7, name="mini")
+    """ZeroMQ gives a remote peer that reconnects the routing id of its old connection. A peer with another key might
+    take that routing id."""
+    remote = joining_pool.peer(7, MINI)
+    joining_pool.hello(remote, 7, name="mini")
     before = joining_pool.pool.rejected
     impostor = joining_pool.peer(7, STUDIO)
     impostor.send_multipart(encode(Resync("r", 0)))
@@ -152,22 +152,22 @@ def test_message_with_another_keys_routing_id_is_rejected(joining_pool: JoiningP
 
 def test_duplicate_drafter_name_error_names_both_models(joining_pool: JoiningPool) -> None:
     joining_pool.hello(joining_pool.peer(7, MINI), 7, name="mini", model="/one")
-    told = reason(joining_pool.hello(joining_pool.peer(8, STUDIO), 8, name="mini", model="/two"))
-    assert "the name mini is taken" in told and "/one" in told and "/two" in told and "omit it" in told
+    text = reason(joining_pool.hello(joining_pool.peer(8, STUDIO), 8, name="mini", model="/two"))
+    assert "the name mini is taken" in text and "/one" in text and "/two" in text and "omit it" in text
 
 
 def test_drafter_with_another_vocabulary_is_refused(joining_pool: JoiningPool) -> None:
     joining_pool.pool.set_vocabulary(ModelVocabulary("target-model", "abc"))
-    told = reason(joining_pool.hello(joining_pool.peer(7, MINI), 7, model="/draft", vocabulary="xyz"))
-    assert "/draft" in told and "target-model" in told and "`outrider pairs`" in told
+    text = reason(joining_pool.hello(joining_pool.peer(7, MINI), 7, model="/draft", vocabulary="xyz"))
+    assert "/draft" in text and "target-model" in text and "`outrider pairs`" in text
     assert isinstance(joining_pool.hello(joining_pool.peer(8, MINI), 8, vocabulary="abc"), Welcome)
-    assert isinstance(joining_pool.hello(joining_pool.peer(9, None), 9), Welcome)  # nobody has looked
+    assert isinstance(joining_pool.hello(joining_pool.peer(9, None), 9), Welcome)  # it names no vocabulary
 
 
 def test_drafter_of_another_version_is_sent_both_versions(joining_pool: JoiningPool) -> None:
-    far = joining_pool.peer(7, MINI)
+    remote = joining_pool.peer(7, MINI)
     header = msgpack.decode(bytes(encode(HELLO)[0]))
-    answer = joining_pool.answer(far, [msgpack.encode([999, *header[1:]])])
+    answer = joining_pool.answer(remote, [msgpack.encode([999, *header[1:]])])
     assert "speaks protocol version 999, this side version 1" in reason(answer)
 
 

@@ -16,7 +16,7 @@ VERIFY_MS, DEPTH, HEAD = 20.0, 4, "mtp"
 
 
 def estimates(own_ms: float, link_ms: float = 1.0, row_ms: float = 0.1) -> Estimates:
-    """After many rounds: half the lookups hit, and two of three tokens hold, whoever drafted them."""
+    """Returns estimates after many rounds: half of the lookups hit, and two thirds of all chains are accepted."""
     found = Estimates()
     found.add_drafters([InProcessDrafter(HEAD, is_head=True)])
     for turn in range(60):
@@ -32,10 +32,12 @@ def estimates(own_ms: float, link_ms: float = 1.0, row_ms: float = 0.1) -> Estim
     return found
 
 
-@pytest.mark.parametrize(("own_ms", "link_ms", "drafts"), [(2.0, 30.0, True), (2.0, 0.2, False), (20.0, 30.0, False)])
-def test_after_a_miss_the_more_productive_drafter_is_used(own_ms: float, link_ms: float, drafts: bool) -> None:
+@pytest.mark.parametrize(
+    ("own_ms", "link_ms", "uses_head"), [(2.0, 30.0, True), (2.0, 0.2, False), (20.0, 30.0, False)]
+)
+def test_after_a_miss_the_more_productive_drafter_is_used(own_ms: float, link_ms: float, uses_head: bool) -> None:
     found = choose_fallback(estimates(own_ms, link_ms), CopiedTail(), DEPTH, True, HEAD)
-    assert bool(found.in_process) == drafts
+    assert bool(found.in_process) == uses_head
     assert not (found.in_process and found.wait_for)
 
 
@@ -43,13 +45,13 @@ def test_after_a_miss_no_head_is_used_without_one() -> None:
     assert not choose_fallback(estimates(0.1, 30.0), CopiedTail(), DEPTH, True).in_process
 
 
-@pytest.mark.parametrize(("own_ms", "row_ms", "unite"), [(0.1, 0.1, True), (5.0, 0.1, False), (0.1, 8.0, False)])
-def test_head_drafts_beside_a_branch_only_if_both_are_cheap(own_ms: float, row_ms: float, unite: bool) -> None:
-    assert should_merge_in_process(estimates(own_ms, row_ms=row_ms), HEAD, DEPTH) == unite
+@pytest.mark.parametrize(("own_ms", "row_ms", "merges"), [(0.1, 0.1, True), (5.0, 0.1, False), (0.1, 8.0, False)])
+def test_head_drafts_beside_a_branch_only_if_both_are_cheap(own_ms: float, row_ms: float, merges: bool) -> None:
+    assert should_merge_in_process(estimates(own_ms, row_ms=row_ms), HEAD, DEPTH) == merges
 
 
 def test_joint_rate_exceeds_ssd_only_with_a_fast_head() -> None:
-    """Against a draft worker that is far away; and that nothing is prepared for where a head's chain holds."""
+    """The draft worker is remote. After an accepted chain of the head, no branch is prepared."""
     costs = Costs(10.0, lambda rows: 10.0, lambda depth: 30.0, lambda depth: 5.0, 0.1)
     odds = Odds(lambda depth: 1.0 + 0.5 * depth, 0.5)
     joint = partial(joint_rate, costs, odds, DEPTH, Odds(odds.tokens, 0.0))
@@ -61,7 +63,7 @@ def test_joint_rate_exceeds_ssd_only_with_a_fast_head() -> None:
 
 @pytest.mark.parametrize(("own_ms", "link_ms", "joint"), [(0.5, 60.0, True), (5.0, 0.2, False)])
 def test_auto_combines_head_and_worker_only_if_forecast_faster(own_ms: float, link_ms: float, joint: bool) -> None:
-    """A drafter far away, so that all but SSD pays for it, and a head that is poor alone."""
+    """The first draft worker is remote, so that only SSD pays with it, and the head alone is poor."""
     known = estimates(own_ms, link_ms)
     policy = Policy(known, ("ar", "sd", "ssd"), DEPTH, 16, others=(HEAD,))
     both = Arm("ssd", drafter=HEAD)

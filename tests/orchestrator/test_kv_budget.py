@@ -16,7 +16,7 @@ from outrider.protocol.messages import Cancel, Generate
 from outrider.protocol.process import physical_memory
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost, KvUse
-from tests.orchestrator.stand import worker_stats
+from tests.orchestrator.scripted_server import worker_stats
 from tests.orchestrator.test_front import RawClient
 
 TARGET, DRAFT = KvCost(0, 30), KvCost(1000, 10)
@@ -41,14 +41,14 @@ def test_default_limit_is_half_of_the_memory_left_by_weights():
     gone = (heavy[0], replace(heavy[1], state="lost"))
     assert kv_budget(None, gone, memory=1000) == KVBudget(350, TARGET)
     assert kv_budget(None, heavy, memory=100).limit == 0
-    assert KVBudget(100, KvCost()).max_tokens > 10**9, "what takes nothing has no bound"
+    assert KVBudget(100, KvCost()).max_tokens > 10**9, "texts that need no memory are not limited"
 
 
 @pytest.mark.parametrize(
     ("own", "file"),
     [
         ("0::/", "memory.max"),  # a container
-        ("0::/docker/abc", "memory.max"),  # one that sees its group's name, but not those above it
+        ("0::/docker/abc", "memory.max"),  # a container that sees its group's name, but no groups above it
         ("0::/system.slice/x.service", "system.slice/x.service/memory.max"),
         ("0::/job/step/user:a", "job/memory.max"),
         ("5:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/", "memory/memory.limit_in_bytes"),  # version 1
@@ -75,54 +75,56 @@ def test_limit_below_one_context_is_refused_with_the_numbers():
     assert not KVBudget(30_720_000, KvCost(0, 30_000)).explain_shortage(1024, "m")
 
 
-def test_request_waits_until_its_text_fits_beside_the_others(make_stand):
-    """Places are left all the time; it is the memory of three texts that is not."""
-    stand = make_stand(max_active=8).start(ready=False)
+def test_request_waits_until_its_text_fits_beside_the_others(make_server):
+    """Slots are free, but memory for three texts is not."""
+    server = make_server(max_active=8).start(ready=False)
     limit = 2 * KvCost(1000, 40).of(50)
-    stand.lines.events.put(WorkersChanged(WORKERS, kv_budget=kv_budget(limit, WORKERS, 0)))
-    with RawClient(stand.endpoint) as client:
+    server.queues.events.put(WorkersChanged(WORKERS, kv_budget=kv_budget(limit, WORKERS, 0)))
+    with RawClient(server.endpoint) as client:
         for name in ("a", "b", "c"):
-            client.say(ask(name, max_tokens=48))
-        assert len(stand.core.wait_for(Admit, 2)) == 2
-        kv = stand.client().stats().kv
-        assert kv == KvUse(limit, 2 * KvCost(1000, 40).of(2), limit), "of each text its prompt, and room for all of it"
+            client.send(ask(name, max_tokens=48))
+        assert len(server.core.wait_for(Admit, 2)) == 2
+        kv = server.client().stats().kv
+        assert kv == KvUse(limit, 2 * KvCost(1000, 40).of(2), limit), (
+            "the prompts are used, and both whole texts are reserved"
+        )
         assert KvCost(1000, 40).of(50) == limit // 2
-        client.say(ask("d", max_tokens=1))
-        client.say(Cancel("a"))
-        stand.core.wait_for(Admit, 3)
-    told = [event.request for event in stand.core.told if isinstance(event, Admit | Stop)][:4]
-    assert told == ["r1", "r2", "r1", "r3"], "the third begins when the first is stopped, and before the fourth"
+        client.send(ask("d", max_tokens=1))
+        client.send(Cancel("a"))
+        server.core.wait_for(Admit, 3)
+    events = [event.request for event in server.core.received if isinstance(event, Admit | Stop)][:4]
+    assert events == ["r1", "r2", "r1", "r3"], "the third begins when the first is stopped, and before the fourth"
 
 
-def test_oversized_prompt_is_refused_and_oversized_output_is_cut(stand, codec):
-    stand.core.play = lambda admit: []
+def test_oversized_prompt_is_refused_and_oversized_output_is_cut(server, codec):
+    server.core.on_admit = lambda admit: []
     budget = kv_budget(KvCost(1000, 40).of(20), WORKERS, 0)
-    stand.lines.events.put(WorkersChanged(WORKERS, kv_budget=budget))
-    while stand.admission.kv_budget == KVBudget():
-        stand.client().stats()
+    server.queues.events.put(WorkersChanged(WORKERS, kv_budget=budget))
+    while server.admission.kv_budget == KVBudget():
+        server.client().stats()
     with pytest.raises(InvalidRequest, match=r"too long: 20 tokens > 19 maximum; .* in the 0\.0 MB of"):
-        stand.client().generate([5] * 20)
-    with RawClient(stand.endpoint) as client:
-        client.say(Generate("a", "x", None, SamplingParams(max_tokens=300)))
-        (admit,) = stand.core.wait_for(Admit)
+        server.client().generate([5] * 20)
+    with RawClient(server.endpoint) as client:
+        client.send(Generate("a", "x", None, SamplingParams(max_tokens=300)))
+        (admit,) = server.core.wait_for(Admit)
     assert len(admit.tokens) + admit.sampling.max_tokens == 20
-    notes = stand.admission.accept(ask("b", max_tokens=300), "r9").notes
+    notes = server.admission.accept(ask("b", max_tokens=300), "r9").notes
     assert any("kv_memory (0.0 MB) would be full" in note for note in notes)
 
 
-def test_cluster_without_room_for_one_context_does_not_start(make_stand):
-    stand = make_stand(kv_memory=20_000).start(ready=False)
-    stand.lines.events.put(WorkersChanged(WORKERS, kv_budget=kv_budget(20_000, WORKERS, 0)))
+def test_cluster_without_room_for_one_context_does_not_start(make_server):
+    server = make_server(kv_memory=20_000).start(ready=False)
+    server.queues.events.put(WorkersChanged(WORKERS, kv_budget=kv_budget(20_000, WORKERS, 0)))
     with pytest.raises(WorkerError, match=r"kv_memory is 0\.0 MB"):
-        stand.client().generate("x")
-    assert [told.kind for told in stand.announced if isinstance(told, Failure)] == ["InvalidRequest"]
+        server.client().generate("x")
+    assert [event.kind for event in server.announced if isinstance(event, Failure)] == ["InvalidRequest"]
 
 
-@pytest.mark.parametrize(("said", "places"), [(None, (1, 1, 3, 16)), (40, (40, 40, 40, 40))])
-def test_default_max_active_is_what_memory_holds_up_to_a_cap(said, places):
-    pair = choose_pair(ServeSettings(max_active=said))
+@pytest.mark.parametrize(("max_active", "expected"), [(None, (1, 1, 3, 16)), (40, (40, 40, 40, 40))])
+def test_default_max_active_is_what_memory_holds_up_to_a_cap(max_active, expected):
+    pair = choose_pair(ServeSettings(max_active=max_active))
     admission = Admission(pair, load_pair(pair))
     admission.context_length = 100_000
-    for texts, most in zip((0, 1, 3, 1000), places, strict=True):
+    for texts, most in zip((0, 1, 3, 1000), expected, strict=True):
         admission.kv_budget = kv_budget(texts * KvCost(1000, 40).of(4096), WORKERS, 0)
         assert admission.max_active == most

@@ -1,4 +1,4 @@
-"""Servers are found on a simulated network only by a trusted key."""
+"""Servers are discovered on the network only by a trusted key."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def test_server_is_discovered_only_by_a_trusted_key() -> None:
         find_server({OTHER}, interfaces=HERE)
 
 
-def announce(monkeypatch: pytest.MonkeyPatch, *found: DiscoveredServer) -> None:
+def fake_discovery(monkeypatch: pytest.MonkeyPatch, *found: DiscoveredServer) -> None:
     monkeypatch.setattr(lan, "_discover", lambda interfaces: list(found))
 
 
 def test_discovery_failures_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    announce(monkeypatch)
+    fake_discovery(monkeypatch)
     with pytest.raises(EndpointError, match=r"found no server within .* --advertise"):
         find_server({OWN})
-    announce(
+    fake_discovery(
         monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "1"), DiscoveredServer("tcp://10.0.0.2:1", OTHER, "1")
     )
     with pytest.raises(EndpointError, match=r"found several servers .* tcp://10.0.0.1:1 .* choose one with --connect"):
         find_server({OWN, OTHER})
-    announce(monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "999"))
+    fake_discovery(monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "999"))
     with pytest.raises(EndpointError, match=r"version 999, this side version 1; run the same release"):
         find_server({OWN})
 

@@ -1,4 +1,4 @@
-"""What `auto` learned passes from server to server by a file that never blocks a start."""
+"""What `auto` learned is passed to the next server in a file, and no state of that file prevents a start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NONE = Path("/none/tuning.json")
 MODES = ("ar", "sd", "ssd")
 
 
-def experienced() -> Estimates:
+def trained_estimates() -> Estimates:
     found = Estimates()
     for _ in range(200):
         for rows in (1, 4, 5, 20):
@@ -38,14 +38,14 @@ def experienced() -> Estimates:
     return found
 
 
-RECORD = experienced().snapshot((TunedArm("ssd", 0, 0, 150.0, True), TunedArm("ar", 0, 0, 90.0, True, 4)), 0.0)
+RECORD = trained_estimates().snapshot((TunedArm("ssd", 0, 0, 150.0, True), TunedArm("ar", 0, 0, 90.0, True, 4)), 0.0)
 
 
 def test_learned_rates_are_restored_from_the_policy_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "memory.json"
     PolicyStore(path, 0).write((RECORD,), 0)
     assert PolicyStore(path, 0).read(NONE) == (RECORD,)
-    fresh, old = Estimates(), experienced()
+    fresh, old = Estimates(), trained_estimates()
     fresh.start_from(RECORD)
     for ask in (
         lambda e: e.forward_ms(5), lambda e: e.forward_ms(40), lambda e: e.forward_ms(5, True),
@@ -53,16 +53,16 @@ def test_learned_rates_are_restored_from_the_policy_file(tmp_path: Path) -> None
         lambda e: e.turnaround_ms(), lambda e: e.hit_rate_of(16),
     ):  # fmt: skip
         assert ask(fresh) == pytest.approx(ask(old), rel=0.01)
-    # A record counts as much as a few rounds, so its odds stand half way to what is usual.
+    # A record counts as much as a few rounds, so its odds are halfway between the learned and the default ones.
     assert abs(fresh.drafted.rate(2) - old.drafted.rate(2)) < abs(Estimates().drafted.rate(2) - old.drafted.rate(2))
 
 
 def test_policy_starts_where_another_ended() -> None:
-    first = Policy(experienced(), MODES, 4, 16)
+    first = Policy(trained_estimates(), MODES, 4, 16)
     for _ in range(40 * POLICY.episode_rounds):
         plan = first.plan()
         first.observe_round(plan, 2, 2 / {"ar": 0.15, "sd": 0.06, "ssd": 0.1}[plan.mode])
-    second = Policy(experienced(), MODES, 4, 16)
+    second = Policy(trained_estimates(), MODES, 4, 16)
     second.start_from(first.learned())
     assert second.plan() == Arm("ar", 1, 16) and "measured before" in second.why
 
@@ -74,8 +74,8 @@ def test_rates_of_other_kinds_and_loads_outlive_a_server_that_does_not_measure_t
         TunedArm("ar", 0, 0, 90.0, True),
         TunedArm("ar", 0, 0, 300.0, True, 4),
     )
-    record = experienced().snapshot(stored, 0.0)
-    for milliseconds in (10.0, 20.0):  # the second server measures what the first one did
+    record = trained_estimates().snapshot(stored, 0.0)
+    for milliseconds in (10.0, 20.0):  # both servers measure the same arm
         planner = Planner(round_settings(4, 16), memory=[record])
         policy = planner._policy(ADMIT, planner._sources("", 1))
         for _ in range(POLICY.min_episode_rounds):
@@ -102,7 +102,7 @@ def test_changed_tuning_file_discards_the_learned_rates(tmp_path: Path) -> None:
     server.write((RECORD,), 0)
     for moment in (1, 2**32):
         os.utime(tuned, (moment,) * 2)
-        assert PolicyStore(learned, 0).read(tuned) == (RECORD,), "no clock has a say in it"
+        assert PolicyStore(learned, 0).read(tuned) == (RECORD,), "the time of the file does not matter"
     tuned.write_text("tuned again")
     assert PolicyStore(learned, 0).read(tuned) == ()
 
@@ -151,8 +151,8 @@ def test_unwritable_policy_file_is_reported_once(tmp_path: Path, caplog: pytest.
     for minute in range(3):
         memory.write((RECORD,), minute)
     assert (tmp_path / "file").read_text() == ""
-    [told] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "can't be saved" in told and told.endswith("the next server starts without it")
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "can't be saved" in warning and warning.endswith("the next server starts without it")
 
 
 def test_missing_home_folder_disables_the_policy_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,18 +183,18 @@ def test_policy_file_is_not_written_while_nothing_is_learned(tmp_path: Path) -> 
     path, store = tmp_path / "memory.json", PolicyStore(tmp_path / "memory.json", 0)
     store.write((RECORD,), 0)
     path.write_text("another server's")
-    store.write((experienced().snapshot(RECORD.choices, 0.0),), 1)
+    store.write((trained_estimates().snapshot(RECORD.choices, 0.0),), 1)
     assert path.read_text() == "another server's"
-    store.write((experienced().snapshot((), 0.0),), 2)
+    store.write((trained_estimates().snapshot((), 0.0),), 2)
     assert PolicyStore(path, 0).read(NONE)[0].choices == ()
 
 
 def test_each_pair_and_way_of_drafting_has_its_own_policy_file() -> None:
     pair = {"model": "a", "draft_model": "b"}
     others: list[dict[str, object]] = [{"draft_model": "c"}, {"threads": 2}, {"ngrams": False}, {"colocate": True}]
-    ways = [ServeSettings(**{**pair, **other}) for other in ({}, *others)]  # type: ignore[arg-type]
-    assert len({tuning.memory_path(way) for way in ways}) == len(ways)
-    assert tuning.memory_path(ways[0]).parent == tuning.tuning_path(ways[0]).parent
+    settings = [ServeSettings(**{**pair, **other}) for other in ({}, *others)]  # type: ignore[arg-type]
+    assert len({tuning.memory_path(each) for each in settings}) == len(settings)
+    assert tuning.memory_path(settings[0]).parent == tuning.tuning_path(settings[0]).parent
 
 
 def test_old_tuning_file_is_still_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Finding a model's files, and one sentence if they are missing."""
+"""How a model's files and pairs are found, and the errors if they are missing or invalid."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
     ],
 )
 def test_context_length_is_what_the_positions_allow(config, expected):
-    """Qwen's models are extended by a `rope_scaling` in config.json, and nothing else there is to be changed."""
+    """Qwen's models are extended by adding only a `rope_scaling` to config.json."""
     assert context_length(config) == context_length({"text_config": config}) == expected
 
 
@@ -94,7 +94,7 @@ def test_path_that_cannot_be_looked_up_raises_model_error(name, monkeypatch):
 
     if name.startswith("/proc"):
         monkeypatch.setattr(Path, "exists", forbidden)
-    is_long_and_only_missing = sys.version_info >= (3, 14) and name.startswith("xxx")  # what `exists` says there
+    is_long_and_only_missing = sys.version_info >= (3, 14) and name.startswith("xxx")  # there, Path.exists is False
     why = "no such path: " if is_long_and_only_missing else r"can't be opened \("
     with pytest.raises(ModelError, match=rf"{why}.*expected a name of `outrider pairs`"):
         find_model(name)
@@ -103,7 +103,7 @@ def test_path_that_cannot_be_looked_up_raises_model_error(name, monkeypatch):
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no such names")
 @pytest.mark.parametrize("link", ["", "to it", "from it"])
 def test_path_that_is_not_utf8_raises_model_error(model_folder, link):
-    """The libraries that read weights and tokenizers open no such path, and its name can't be sent."""
+    """The libraries for weights and tokenizers can't open such a path, and messages can't contain it."""
     odd = model_folder.with_name(os.fsdecode(b"mod\xe8le"))
     if link == "from it":
         odd.symlink_to(model_folder)
@@ -157,8 +157,8 @@ def test_failed_download_names_its_cause(monkeypatch, error, reason):
         find_model("org/name")
 
 
-def cached_repository(cache: Path, name: str, *files: str) -> None:
-    """A repository as Hugging Face's library keeps it, of which only these files have been fetched."""
+def write_cached_repository(cache: Path, name: str, *files: str) -> None:
+    """Writes a repository as huggingface_hub caches it, of which only these files have been downloaded."""
     snapshot = cache / f"models--org--{name}" / "snapshots" / "0"
     snapshot.mkdir(parents=True)
     (snapshot.parent.parent / "refs").mkdir()
@@ -168,14 +168,14 @@ def cached_repository(cache: Path, name: str, *files: str) -> None:
         (snapshot / file).write_text(json.dumps({"weight_map": places}))
 
 
-def test_model_that_is_cached_in_part_is_not_taken_for_whole(tmp_path, monkeypatch):
-    """Its download was cut off, or only the tokenizer was needed so far, and Hugging Face can't be reached now."""
+def test_partly_cached_model_is_not_treated_as_complete(tmp_path, monkeypatch):
+    """Its download was interrupted, or only the tokenizer was needed so far, and Hugging Face can't be reached now."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     shards, index = ("model-1.safetensors", "model-2.safetensors"), "model.safetensors.index.json"
-    cached_repository(tmp_path, "described", "config.json")
-    cached_repository(tmp_path, "half", "config.json", index, shards[0])
-    cached_repository(tmp_path, "whole", "config.json", index, *shards)
-    cached_repository(tmp_path, "single", "config.json", "model.safetensors")
+    write_cached_repository(tmp_path, "described", "config.json")
+    write_cached_repository(tmp_path, "half", "config.json", index, shards[0])
+    write_cached_repository(tmp_path, "whole", "config.json", index, *shards)
+    write_cached_repository(tmp_path, "single", "config.json", "model.safetensors")
     assert [find_model(f"org/{name}").folder.name for name in ("whole", "single")] == ["0", "0"]
     for name in ("described", "half"):
         assert find_model(f"org/{name}", weights=False).folder.name == "0"
@@ -186,7 +186,7 @@ def test_model_that_is_cached_in_part_is_not_taken_for_whole(tmp_path, monkeypat
 @pytest.mark.parametrize("index", [[], {"weight_map": []}, {"weight_map": "x"}, {"weight_map": None}])
 def test_index_of_another_form_is_named(tmp_path, monkeypatch, index):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    cached_repository(tmp_path, "odd", "config.json", "model.safetensors.index.json")
+    write_cached_repository(tmp_path, "odd", "config.json", "model.safetensors.index.json")
     (file,) = tmp_path.rglob("*.index.json")
     file.write_text(json.dumps(index))
     for find in (find_model, find_own_head):
@@ -197,7 +197,7 @@ def test_index_of_another_form_is_named(tmp_path, monkeypatch, index):
 def test_pipe_in_place_of_a_model_is_not_waited_for(tmp_path):
     os.mkfifo(pipe := tmp_path / "pipe")
     descriptor = os.open(pipe, os.O_RDWR)
-    os.write(descriptor, b"GGUF")  # else the test would wait, too
+    os.write(descriptor, b"GGUF")  # otherwise the test would block, too
     assert not is_gguf(pipe)
     os.close(descriptor)
     with pytest.raises(ModelError, match="pipe is a file that is not in GGUF format; expected"):
@@ -273,7 +273,7 @@ def test_head_kind_without_a_model_uses_the_tiny_target(kind):
     [(["LlamaForCausalLMEagle3"], "eagle3"), ("DFlashDraftModel", "dflash"), (["LlamaForCausalLM"], None), (1, None)],
 )
 def test_head_is_recognized_by_its_architecture_however_that_is_written(architectures, kind):
-    """mlx-lm accepts a text instead of a list, too; a number ended the start with a traceback."""
+    """mlx-lm also accepts a text instead of a list. Other values must not raise an error."""
     assert head_kind({"architectures": architectures}) == kind
 
 
@@ -365,7 +365,7 @@ def test_only_the_shards_of_the_head_are_fetched(tmp_path, monkeypatch, named):
 
 
 def test_own_head_is_found_in_the_model_or_one_of_the_same_sizes(tmp_path, model_folder):
-    """A smaller model of the family has a head as well, and is a draft model all the same."""
+    """A smaller model of the family may contain a head as well, but is used as a draft model."""
     config = json.loads((model_folder / "config.json").read_text())
     (model_folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1}))
     own = choose_pair(ServeSettings(model=str(model_folder), draft_backend="mtp"))
@@ -393,7 +393,7 @@ def test_draft_with_a_different_vocabulary_is_refused(model_folder, colocate):
 
 
 def test_a_draft_with_the_targets_tokenizer_files_has_its_vocabulary(model_folder, monkeypatch):
-    """Their tokenizer is loaded once, which takes half of a start."""
+    """Loading a tokenizer takes half of a start, so theirs is loaded once."""
     both = choose_pair(ServeSettings(model=str(TINY_TARGET), draft_model=str(model_folder)))
     loaded, load = list[ModelFiles](), pairing.load_codec
     monkeypatch.setattr(pairing, "load_codec", lambda model, template: loaded.append(model) or load(model, template))

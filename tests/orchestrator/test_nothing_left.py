@@ -11,7 +11,7 @@ import pytest
 from outrider.orchestrator.sockets import MIN_PEERS_TO_FORGET
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.cluster_in_process import Cluster
-from tests.orchestrator.stand import Stand, says
+from tests.orchestrator.scripted_server import ScriptedServer, generates
 from tools.simulation.replay import Script
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
@@ -20,14 +20,14 @@ TEXT = tuple(range(1000, 1100))
 
 
 def objects() -> Counter[str]:
-    """How many there are of each kind of ours."""
+    """Counts the live objects of each of Outrider's classes."""
     gc.collect()
     kinds = (type(one) for one in gc.get_objects())
     return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith("outrider"))
 
 
 def left_by(ask: Callable[[int], object], many: int) -> dict[str, int]:
-    """The kinds of which each of so many requests leaves one or more."""
+    """Returns the classes of which each of `many` requests leaves at least one object."""
     found = []
     for first in (0, many):
         for number in range(first, first + many):
@@ -42,17 +42,17 @@ def test_ended_requests_leave_no_objects_in_scheduler_and_drafter(mode: str) -> 
 
     def ask(number: int) -> None:
         cluster.run(TEXT[:10], 12, mode, request=f"r{number}")
-        for sent in (cluster.told, cluster.sent_to_target, cluster.sent_to_drafters, cluster.target.verified):
+        for sent in (cluster.events, cluster.sent_to_target, cluster.sent_to_drafters, cluster.target.verified):
             sent.clear()
 
     assert not left_by(ask, 30)
 
 
-def test_ended_requests_leave_no_objects_in_the_front(stand: Stand) -> None:
-    stand.core.play = says(stand.codec, "return 1")
+def test_ended_requests_leave_no_objects_in_the_front(server: ScriptedServer) -> None:
+    server.core.on_admit = generates(server.codec, "return 1")
 
     def ask(_number: int) -> None:
-        stand.client().generate("def f(", SamplingParams(seed=7))
-        stand.core.told.clear()
+        server.client().generate("def f(", SamplingParams(seed=7))
+        server.core.received.clear()
 
     assert not left_by(ask, MIN_PEERS_TO_FORGET)

@@ -1,4 +1,4 @@
-"""The policy chooses the fastest arm, returns when rates change, and needs no clock."""
+"""The policy chooses the fastest arm, adapts when rates change, and needs no clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODES = ("ar", "sd", "ssd")
 
 
 def run(policy: Policy, rates: dict[str, float], rounds: int) -> Counter[str]:
-    """Plays rounds in a world where each mode brings these tokens per millisecond; counts rounds by mode."""
+    """Runs rounds in which each mode yields these tokens per millisecond. Counts the rounds by mode."""
     seen: Counter[str] = Counter()
     for _ in range(rounds):
         plan = policy.plan()
@@ -30,7 +30,7 @@ def run(policy: Policy, rates: dict[str, float], rounds: int) -> Counter[str]:
     return seen
 
 
-def world(**rates: float) -> dict[str, float]:
+def rates_of(**rates: float) -> dict[str, float]:
     return rates
 
 
@@ -43,7 +43,7 @@ def test_policy_settles_on_the_fastest_mode(best: str) -> None:
 
 
 def test_nearly_all_rounds_are_plain_if_speculation_does_not_pay() -> None:
-    rates = world(ar=0.1, sd=0.03, ssd=0.05)
+    rates = rates_of(ar=0.1, sd=0.03, ssd=0.05)
     policy = Policy(Estimates(), MODES, 4)
     run(policy, rates, 50 * POLICY.episode_rounds)
     assert run(policy, rates, 400 * POLICY.episode_rounds)["ar"] > 0.97 * 400 * POLICY.episode_rounds
@@ -51,7 +51,7 @@ def test_nearly_all_rounds_are_plain_if_speculation_does_not_pay() -> None:
 
 def test_slow_trial_ends_early() -> None:
     policy = Policy(Estimates(), MODES, 4)
-    rates = world(ar=0.1, sd=0.03, ssd=0.05)
+    rates = rates_of(ar=0.1, sd=0.03, ssd=0.05)
     run(policy, rates, 50 * POLICY.episode_rounds)
     before = policy.plan()
     assert before.mode == "ar"
@@ -66,7 +66,7 @@ def test_slow_trial_ends_early() -> None:
 
 
 def test_forward_on_all_cores_is_measured_in_the_first_rounds() -> None:
-    """A larger target gains more from the drafters' core than from their drafts, which no other forecast shows."""
+    """A large target may gain more from the drafters' core than from their drafts, which only a measurement shows."""
     found = Estimates()
     found.may_use_all_cores = True
     policy, seen = Policy(found, MODES, 4, 16, others=(NGRAM,)), []
@@ -89,8 +89,8 @@ def test_target_that_never_uses_all_cores_is_not_measured_on_them() -> None:
 
 def test_policy_adapts_to_changed_rates() -> None:
     policy = Policy(Estimates(), MODES, 4)
-    run(policy, world(ar=0.1, sd=0.12, ssd=0.2), 50 * POLICY.episode_rounds)
-    changed = world(ar=0.1, sd=0.05, ssd=0.04)
+    run(policy, rates_of(ar=0.1, sd=0.12, ssd=0.2), 50 * POLICY.episode_rounds)
+    changed = rates_of(ar=0.1, sd=0.05, ssd=0.04)
     run(policy, changed, 100 * POLICY.episode_rounds)
     assert run(policy, changed, 50 * POLICY.episode_rounds)["ar"] > 40 * POLICY.episode_rounds
 
@@ -112,14 +112,14 @@ def test_tuning_skips_the_first_trials() -> None:
     policy = Policy(Estimates(), MODES, 4)
     choices = [TunedArm("ssd", 3, 8, 200.0), TunedArm("sd", 3, 0, 150.0), TunedArm("ar", 0, 0, 90.0)]
     policy.start_from(choices)
-    rates = world(ar=0.09, sd=0.15, ssd=0.2)
+    rates = rates_of(ar=0.09, sd=0.15, ssd=0.2)
     assert run(policy, rates, 5 * POLICY.episode_rounds)["ssd"] == 5 * POLICY.episode_rounds
 
 
 TUNED = (TunedArm("ssd", 6, 4, 204.0), TunedArm("sd", 3, 0, 140.0), TunedArm("ar", 0, 0, 92.0))
 
 
-def tuned(choices: tuple[TunedArm, ...] = TUNED) -> Policy:
+def tuned_policy(choices: tuple[TunedArm, ...] = TUNED) -> Policy:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.start_from(choices)
     return policy
@@ -128,17 +128,17 @@ def tuned(choices: tuple[TunedArm, ...] = TUNED) -> Policy:
 @pytest.mark.parametrize("best", [TunedArm("ssd", 6, 4, 204.0), TunedArm("sd", 8, 0, 300.0)])
 def test_policy_starts_with_the_tuned_k_and_b(best: TunedArm) -> None:
     others = [choice for choice in TUNED if choice.mode != best.mode]
-    assert tuned((*others, best)).plan() == Arm(best.mode, best.depth, best.branches or 16)
+    assert tuned_policy((*others, best)).plan() == Arm(best.mode, best.depth, best.branches or 16)
 
 
 def test_tuned_k_for_several_requests_is_ignored() -> None:
-    policy = tuned((TunedArm("sd", 5, 0, 900.0, at_once=4),))
+    policy = tuned_policy((TunedArm("sd", 5, 0, 900.0, at_once=4),))
     policy.set_load(4)
-    assert run(policy, world(ar=0.3, sd=0.1, ssd=0.1), POLICY.episode_rounds).total() == POLICY.episode_rounds
+    assert run(policy, rates_of(ar=0.3, sd=0.1, ssd=0.1), POLICY.episode_rounds).total() == POLICY.episode_rounds
 
 
 def rounds_at(policy: Policy, rates: dict[int, float], episodes: int) -> Counter[Arm]:
-    """Rounds by plan in a world where SSD brings what its K says, SD and plain decoding what they were tuned at."""
+    """Runs rounds in which SSD yields the rate of its K, and other modes their tuned rates. Counts rounds by plan."""
     seen: Counter[Arm] = Counter()
     for _ in range(episodes * POLICY.episode_rounds):
         plan = policy.plan()
@@ -151,19 +151,19 @@ def rounds_at(policy: Policy, rates: dict[int, float], episodes: int) -> Counter
 
 @pytest.mark.parametrize("others", [0.12, 0.19])
 def test_tuned_k_and_b_are_kept_despite_a_wrong_forecast(others: float) -> None:
-    """Whatever the formula thinks of them, the other K bring less."""
+    """The other K are slower, whatever the formula forecasts."""
     rates = dict.fromkeys(range(1, 9), others) | {6: 0.204}
-    seen = rounds_at(tuned(), rates, 100)
+    seen = rounds_at(tuned_policy(), rates, 100)
     assert seen[Arm("ssd", 6, 4)] > 0.93 * seen.total()
 
 
 @pytest.mark.parametrize("plain_ms", [2.0, 5.0, 40.0])
 def test_remembered_rate_that_is_ten_times_too_high_is_outweighed(plain_ms: float) -> None:
-    """However short the rounds are: it fades as they do."""
+    """However long the rounds take, because its weight falls with their number."""
     estimates = Estimates()
     for rows in (1, 3, 5):
         estimates.observe_verify(rows, plain_ms * (1 + rows / 10))
-    rates = world(ar=1 / plain_ms, sd=0.8 / plain_ms, ssd=0.75 / plain_ms)
+    rates = rates_of(ar=1 / plain_ms, sd=0.8 / plain_ms, ssd=0.75 / plain_ms)
     policy = Policy(estimates, MODES, 4, 16)
     policy.start_from(
         [TunedArm("ssd", 0, 0, 10_000 * rates["ssd"], True), TunedArm("ar", 0, 0, 1000 * rates["ar"], True)]
@@ -176,7 +176,7 @@ def test_remembered_rate_that_is_ten_times_too_high_is_outweighed(plain_ms: floa
 def test_another_k_is_used_once_measured_faster() -> None:
     estimates = Estimates()
     for _ in range(200):
-        estimates.observe_chain(4, 1)  # the second token hardly ever holds: the formula wants short chains
+        estimates.observe_chain(4, 1)  # the second token is rarely accepted, so the formula prefers short chains
         estimates.observe_verify(5, 20.0)
         estimates.observe_verify(2, 10.0)
     policy = Policy(estimates, MODES, 4, 16)
@@ -188,7 +188,7 @@ def test_another_k_is_used_once_measured_faster() -> None:
 
 
 def test_reason_says_forecast_until_measured() -> None:
-    policy = tuned()
+    policy = tuned_policy()
     policy.plan()
     assert "forecast" in policy.why and "K = 6, B = 4" in policy.why and "measured" not in policy.why
     rounds_at(policy, {6: 0.2}, 2)
@@ -207,7 +207,7 @@ def test_reason_has_no_rate_before_a_measurement() -> None:
 
 
 def test_reason_says_measured_before_for_an_earlier_run() -> None:
-    policy = tuned(tuple(replace(choice, measured=True) for choice in TUNED))
+    policy = tuned_policy(tuple(replace(choice, measured=True) for choice in TUNED))
     policy.plan()
     assert "measured before" in policy.why and "forecast" not in policy.why
 
@@ -225,8 +225,8 @@ def test_policy_with_only_ar_always_chooses_ar() -> None:
     assert {policy.plan().mode for _ in range(50)} == {"ar"}
 
 
-def crowd(policy: Policy, rates: dict[str, float], rounds: int, active: int = 8) -> Counter[str]:
-    """Rounds of each of so many requests at once, where each mode brings these tokens per millisecond together."""
+def run_concurrent(policy: Policy, rates: dict[str, float], rounds: int, active: int = 8) -> Counter[str]:
+    """Runs rounds of `active` concurrent requests, where each mode yields these tokens per millisecond in total."""
     seen: Counter[str] = Counter()
     for _ in range(rounds):
         for _ in range(active):
@@ -239,27 +239,27 @@ def crowd(policy: Policy, rates: dict[str, float], rounds: int, active: int = 8)
 def test_policy_pauses_trials_and_measurements_while_prompts_are_read() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(8)
-    rates = world(ar=0.3, sd=0.1, ssd=0.2)
-    crowd(policy, rates, 100 * POLICY.episode_rounds)
+    rates = rates_of(ar=0.3, sd=0.1, ssd=0.2)
+    run_concurrent(policy, rates, 100 * POLICY.episode_rounds)
     assert policy.plan().mode == "ar"
     known = list(policy.learned())
     policy.set_load(8, reading=True)
-    disturbed = world(ar=0.01, sd=0.01, ssd=0.01)
-    assert crowd(policy, disturbed, 5 * POLICY.episode_rounds)["ar"] == 5 * POLICY.episode_rounds * 8
+    disturbed = rates_of(ar=0.01, sd=0.01, ssd=0.01)
+    assert run_concurrent(policy, disturbed, 5 * POLICY.episode_rounds)["ar"] == 5 * POLICY.episode_rounds * 8
     assert list(policy.learned()) == known
     policy.set_load(8)
-    assert crowd(policy, rates, 10 * POLICY.episode_rounds)["ar"] > 9 * POLICY.episode_rounds * 8
+    assert run_concurrent(policy, rates, 10 * POLICY.episode_rounds)["ar"] > 9 * POLICY.episode_rounds * 8
 
 
 def test_rounds_count_if_some_prompt_is_always_being_read() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(8, reading=True)
-    crowd(policy, world(ar=0.3, sd=0.1, ssd=0.2), 20 * POLICY.episode_rounds)
+    run_concurrent(policy, rates_of(ar=0.3, sd=0.1, ssd=0.2), 20 * POLICY.episode_rounds)
     assert list(policy.learned())
 
 
 def test_old_measurement_with_concurrent_requests_yields_to_the_forecast() -> None:
-    """A mode that did badly once, on a disturbed machine, is tried again where the formula sees most in it."""
+    """A mode that was slow once, on a busy machine, is tried again if the formula forecasts it to be the fastest."""
     estimates = Estimates()
     for rows, milliseconds in ((1, 10.0), (4, 11.0), (16, 14.0)):
         estimates.observe_verify(rows, milliseconds)
@@ -267,9 +267,9 @@ def test_old_measurement_with_concurrent_requests_yields_to_the_forecast() -> No
         estimates.observe_depth(16, 0.5)
     policy = Policy(estimates, MODES, 4, 16)
     policy.set_load(4)
-    crowd(policy, world(ar=0.38, sd=0.1, ssd=0.1), 30 * POLICY.episode_rounds, 4)
+    run_concurrent(policy, rates_of(ar=0.38, sd=0.1, ssd=0.1), 30 * POLICY.episode_rounds, 4)
     assert (
-        crowd(policy, world(ar=0.38, sd=0.1, ssd=0.7), 150 * POLICY.episode_rounds, 4)["ssd"]
+        run_concurrent(policy, rates_of(ar=0.38, sd=0.1, ssd=0.7), 150 * POLICY.episode_rounds, 4)["ssd"]
         > 50 * POLICY.episode_rounds * 4
     )
 
@@ -277,10 +277,10 @@ def test_old_measurement_with_concurrent_requests_yields_to_the_forecast() -> No
 def test_one_delayed_round_does_not_change_the_chosen_mode() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(8)
-    rates = world(ar=0.3, sd=0.1, ssd=0.25)
-    crowd(policy, rates, 100 * POLICY.episode_rounds + POLICY.episode_rounds // 2)
-    crowd(policy, world(ar=0.003, sd=0.003, ssd=0.003), 1)
-    assert crowd(policy, rates, 20 * POLICY.episode_rounds)["ar"] > 18 * POLICY.episode_rounds * 8
+    rates = rates_of(ar=0.3, sd=0.1, ssd=0.25)
+    run_concurrent(policy, rates, 100 * POLICY.episode_rounds + POLICY.episode_rounds // 2)
+    run_concurrent(policy, rates_of(ar=0.003, sd=0.003, ssd=0.003), 1)
+    assert run_concurrent(policy, rates, 20 * POLICY.episode_rounds)["ar"] > 18 * POLICY.episode_rounds * 8
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_one_delayed_round_does_not_change_the_chosen_mode() -> None:
     ],
 )
 def test_one_stall_hardly_changes_a_forecast(stalled: Callable[[Estimates], None]) -> None:
-    """Else the arms would be left out that alone can correct the estimate."""
+    """Otherwise the policy would avoid the only arms whose rounds can correct the estimate."""
     estimates = Estimates()
     estimates.add_drafters([InProcessDrafter("head", "", True, 0.6, weight=0.1)])
     for _ in range(50):
@@ -321,14 +321,14 @@ def test_plain_decoding_is_measured_first_with_concurrent_requests() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(8)
     assert policy.plan().mode == "ar"
-    seen = crowd(policy, world(ar=0.1, sd=0.1, ssd=0.4), 4 * POLICY.episode_rounds)
+    seen = run_concurrent(policy, rates_of(ar=0.1, sd=0.1, ssd=0.4), 4 * POLICY.episode_rounds)
     assert 0 < seen["ar"] < 8 * POLICY.episode_rounds
     policy.set_load(1)
     assert Policy(Estimates(), MODES, 4, 16).plan().mode != "ar"
 
 
 def test_choice_is_due_when_all_requests_but_one_have_left() -> None:
-    """Also where the arm of the larger load was never run at the smaller one."""
+    """Even if the arm that was chosen for several requests was never run with a single one."""
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.set_load(2)
     policy.plan()
@@ -337,31 +337,31 @@ def test_choice_is_due_when_all_requests_but_one_have_left() -> None:
 
 
 def test_plain_decoding_with_a_slow_start_is_soon_remeasured() -> None:
-    """A crowd's first rounds are those of a process that has only begun."""
+    """The first rounds of concurrent requests may be slow because the process has just started."""
     estimates = Estimates()
     for rows, milliseconds in ((1, 38.0), (8, 40.0), (16, 44.0)):
         estimates.observe_verify(rows, milliseconds)
     policy = Policy(estimates, MODES, 4, 16)
     policy.set_load(8)
-    crowd(policy, world(ar=0.2, sd=0.1, ssd=0.25), 4)
-    seen = crowd(policy, world(ar=0.3, sd=0.1, ssd=0.25), 20 * POLICY.episode_rounds)
+    run_concurrent(policy, rates_of(ar=0.2, sd=0.1, ssd=0.25), 4)
+    seen = run_concurrent(policy, rates_of(ar=0.3, sd=0.1, ssd=0.25), 20 * POLICY.episode_rounds)
     assert seen["ar"] > 8 * 10 * POLICY.episode_rounds
 
 
 def test_equally_promising_mode_is_tried_early_with_concurrent_requests() -> None:
-    """A crowd ends after a few episodes."""
+    """Concurrent requests may end after a few episodes."""
     estimates = Estimates()
     for rows, milliseconds in ((1, 10.0), (4, 11.0), (16, 14.0)):
         estimates.observe_verify(rows, milliseconds)
     policy = Policy(estimates, MODES, 4, 16)
     policy.set_load(4)
     promised = Forecasts(estimates, estimates, 4, 4, 16, False).forecast(Arm("ssd"))[1]
-    seen = crowd(policy, world(ar=promised, sd=0.1, ssd=2 * promised), 3 * POLICY.episode_rounds, 4)
+    seen = run_concurrent(policy, rates_of(ar=promised, sd=0.1, ssd=2 * promised), 3 * POLICY.episode_rounds, 4)
     assert seen["ssd"] > POLICY.episode_rounds * 4
 
 
 def test_formula_does_not_change_a_tuned_rate() -> None:
-    """Until it was measured: the formula learns what its costs are meanwhile."""
+    """Before the arm is measured, new estimates of the formula's costs do not change its rate."""
     estimates = Estimates()
     policy = Policy(estimates, MODES, 4, 16)
     policy.start_from(TUNED)
@@ -377,19 +377,19 @@ def test_formula_does_not_change_a_tuned_rate() -> None:
 
 
 def test_confirming_episode_keeps_the_tuned_rate() -> None:
-    policy = tuned()
+    policy = tuned_policy()
     rounds_at(policy, {6: 0.204}, 1)
     policy.plan()
     assert "204 tokens/s" in policy.why
 
 
 def test_faster_trial_continues_until_adopted() -> None:
-    """However little the formula thought of it."""
-    policy = tuned()
-    rates = world(ar=0.092, sd=0.14, ssd=0.1)
+    """However slow the formula forecasts it to be."""
+    policy = tuned_policy()
+    rates = rates_of(ar=0.092, sd=0.14, ssd=0.1)
     run(policy, rates, 12 * POLICY.episode_rounds)
     assert run(policy, rates, 2 * POLICY.episode_rounds)["sd"] > POLICY.episode_rounds
-    better = world(ar=0.3, sd=0.14, ssd=0.1)
+    better = rates_of(ar=0.3, sd=0.14, ssd=0.1)
     seen = run(policy, better, 60 * POLICY.episode_rounds)
     assert seen["ar"] > 10 * POLICY.episode_rounds
     assert run(policy, better, 10 * POLICY.episode_rounds)["ar"] == 10 * POLICY.episode_rounds

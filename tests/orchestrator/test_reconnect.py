@@ -1,4 +1,4 @@
-"""A text continues at the same token on the next server at its endpoint; cores are scripted."""
+"""A text continues at the same token on the next server at its endpoint. Servers are scripted."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
-from tests.orchestrator.stand import JOIN_SECONDS, Play, Stand
+from tests.orchestrator.scripted_server import JOIN_SECONDS, OnAdmit, ScriptedServer
 
 TEXT = "def héllo(x):\n    return '你好' + x\n"
-Make = Callable[..., Stand]
+Make = Callable[..., ScriptedServer]
 
 
-def continues_text(codec: TextCodec, until: int | None = None, text: str = TEXT) -> Play:
-    """A core that says the text behind what was said of it before, token by token; all of it, or so much of it."""
+def continues_text(codec: TextCodec, until: int | None = None, text: str = TEXT) -> OnAdmit:
+    """Returns an `on_admit` that commits the text after the resumed tokens: to its end, or up to token `until`."""
     tokens = codec.encode(text, special=False)
 
-    def play(admit: Admit) -> list[ToFront]:
+    def on_admit(admit: Admit) -> list[ToFront]:
         new = [Committed(admit.request, (token,)) for token in tokens[len(admit.resume_tokens) : until]]
         ended = RequestEnded(admit.request, "length", Timings(predicted_n=len(new)))
         return [RequestBegan(admit.request, "ssd"), *new, *([ended] if until is None else [])]
 
-    return play
+    return on_admit
 
 
-def stop_abruptly(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends it without a word to its clients, as SIGKILL does."""
-    monkeypatch.setattr(stand.front, "_fail_all", lambda *_: None)
-    stand.stop()
+def stop_abruptly(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends the server without a message to its clients, as SIGKILL does."""
+    monkeypatch.setattr(server.front, "_fail_all", lambda *_: None)
+    server.stop()
 
 
 class Reader(threading.Thread):
-    """Reads a text; `begun` once the first server has said all that it says."""
+    """Reads a text in a thread. `begun` is set once `tokens` tokens have arrived."""
 
     def __init__(self, client: Client, sampling: SamplingParams, tokens: int) -> None:
         super().__init__(daemon=True)
@@ -73,20 +73,20 @@ def read(client: Client, tokens: int = 5, sampling: SamplingParams | None = None
     return reader
 
 
-@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("graceful", [True, False])
 def test_text_continues_after_the_received_tokens(
-    make_stand: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, in_order: bool
+    make_server: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, graceful: bool
 ) -> None:
     tokens = codec.encode(TEXT, special=False)
-    first = make_stand().start()
-    first.core.play = continues_text(codec, 5)
+    first = make_server().start()
+    first.core.on_admit = continues_text(codec, 5)
     reader = read(Client(first.endpoint, reconnect=True))
-    if in_order:
+    if graceful:
         first.stop()
     else:
         stop_abruptly(first, monkeypatch)
-    second = make_stand()
-    second.core.play = continues_text(codec)
+    second = make_server()
+    second.core.on_admit = continues_text(codec)
     second.start()
     reader.join(JOIN_SECONDS)
     assert reader.result is not None
@@ -98,9 +98,9 @@ def test_text_continues_after_the_received_tokens(
     assert reader.result.timings.predicted_n == len(tokens) - 5
 
 
-def test_async_client_continues_on_the_next_server(make_stand: Make, codec: TextCodec) -> None:
-    first = make_stand().start()
-    first.core.play = continues_text(codec, 5)
+def test_async_client_continues_on_the_next_server(make_server: Make, codec: TextCodec) -> None:
+    first = make_server().start()
+    first.core.on_admit = continues_text(codec, 5)
 
     async def run() -> str:
         stream, seen, second = AsyncClient(first.endpoint, reconnect=True).stream("x"), 0, None
@@ -108,8 +108,8 @@ def test_async_client_continues_on_the_next_server(make_stand: Make, codec: Text
             seen += len(chunk.token_ids)
             if seen >= 5 and second is None:
                 await asyncio.to_thread(first.stop)
-                second = make_stand()
-                second.core.play = continues_text(codec)
+                second = make_server()
+                second.core.on_admit = continues_text(codec)
                 second.start()
         return stream.result.text
 
@@ -118,7 +118,7 @@ def test_async_client_continues_on_the_next_server(make_stand: Make, codec: Text
 
 @pytest.mark.parametrize("how", ["close", "end"])
 def test_async_stream_stops_while_its_client_looks_for_a_server(
-    make_stand: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, how: str
+    make_server: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     retries, retry = list[Exception](), Dialogue.retry
 
@@ -127,8 +127,8 @@ def test_async_stream_stops_while_its_client_looks_for_a_server(
         return min(retry(self, error), 0.05)
 
     monkeypatch.setattr(Dialogue, "retry", retry_soon)
-    first = make_stand().start()
-    first.core.play = continues_text(codec, 5)
+    first = make_server().start()
+    first.core.on_admit = continues_text(codec, 5)
 
     async def run() -> list[int]:
         stream, seen = AsyncClient(first.endpoint, reconnect=True).stream("x"), list[int]()
@@ -144,31 +144,31 @@ def test_async_stream_stops_while_its_client_looks_for_a_server(
         while len(retries) < 2:
             await asyncio.sleep(0.01)
         await getattr(stream, how)()
-        second = make_stand()
-        second.core.play = continues_text(codec, 7)  # it goes on until it is cancelled
+        second = make_server()
+        second.core.on_admit = continues_text(codec, 7)  # the request continues until it is cancelled
         second.start()
         await asyncio.wait_for(reading, JOIN_SECONDS)
-        assert how == "end" or not second.core.told
+        assert how == "end" or not second.core.received
         return seen
 
     assert len(asyncio.run(run())) <= 7
 
 
-@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("graceful", [True, False])
 def test_client_without_reconnect_raises_when_its_server_ends(
-    make_stand: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, in_order: bool
+    make_server: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch, graceful: bool
 ) -> None:
-    first = make_stand().start()
-    first.core.play = continues_text(codec, 5)
+    first = make_server().start()
+    first.core.on_admit = continues_text(codec, 5)
     reader = read(Client(first.endpoint))
-    if in_order:
+    if graceful:
         first.stop()
     else:
         stop_abruptly(first, monkeypatch)
-    second = make_stand().start()
+    second = make_server().start()
     reader.join(JOIN_SECONDS)
     assert isinstance(reader.error, ServerStopped | EndpointError)
-    assert second.core.told == []
+    assert second.core.received == []
 
 
 def test_reconnect_does_not_wait_for_a_server_never_reached(endpoint: str) -> None:
@@ -177,11 +177,11 @@ def test_reconnect_does_not_wait_for_a_server_never_reached(endpoint: str) -> No
 
 
 def test_reconnect_raises_when_no_server_returns(
-    make_stand: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+    make_server: Make, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.orchestrator.client.dialogue.RECONNECT_SECONDS", 0.5)
-    first = make_stand().start()
-    first.core.play = continues_text(codec, 5)
+    first = make_server().start()
+    first.core.on_admit = continues_text(codec, 5)
     reader = read(Client(first.endpoint, reconnect=True))
     first.stop()
     reader.join(JOIN_SECONDS)
@@ -191,29 +191,29 @@ def test_reconnect_raises_when_no_server_returns(
 # --- at the front -------------------------------------------------------------------------------------------------
 
 
-def answered(stand: Stand, said: Sequence[int], seed: int | None = 1, **changes: Any) -> GenerationResult:
-    """The answer to somebody who has received these tokens of the text."""
-    stream = Client(stand.endpoint).stream("x", SamplingParams(seed=seed, **changes))
+def resume(server: ScriptedServer, received: Sequence[int], seed: int | None = 1, **changes: Any) -> GenerationResult:
+    """Returns the answer to a client that has already received these tokens."""
+    stream = Client(server.endpoint).stream("x", SamplingParams(seed=seed, **changes))
     dialogue = stream._dialogue
-    dialogue.first_message = replace(dialogue.first_message, resume_tokens=np.asarray(said, np.int32))
+    dialogue.first_message = replace(dialogue.first_message, resume_tokens=np.asarray(received, np.int32))
     for _ in stream:
         pass
     return stream.result
 
 
 @pytest.mark.parametrize("count", range(0, 12))
-def test_resumed_stream_sends_only_new_text_at_any_cut(stand: Stand, codec: TextCodec, count: int) -> None:
+def test_resumed_stream_sends_only_new_text_at_any_cut(server: ScriptedServer, codec: TextCodec, count: int) -> None:
     tokens = codec.encode(TEXT, special=False)
     whole = TextStream(codec.spelling, codec.encode("x"), (), frozenset())
-    stand.core.play = continues_text(codec)
-    before, result = whole.feed(tokens[:count]).text, answered(stand, tokens[:count])
+    server.core.on_admit = continues_text(codec)
+    before, result = whole.feed(tokens[:count]).text, resume(server, tokens[:count])
     assert (before + result.text, result.token_ids) == (TEXT, tokens[count:])
 
 
-def test_stop_string_is_found_across_the_resume_point(stand: Stand, codec: TextCodec) -> None:
-    stand.core.play = continues_text(codec)
-    whole = Client(stand.endpoint).generate("x", SamplingParams(seed=1, stop=("turn '",)))
-    result = answered(stand, whole.token_ids[:-1], stop=("turn '",))
+def test_stop_string_is_found_across_the_resume_point(server: ScriptedServer, codec: TextCodec) -> None:
+    server.core.on_admit = continues_text(codec)
+    whole = Client(server.endpoint).generate("x", SamplingParams(seed=1, stop=("turn '",)))
+    result = resume(server, whole.token_ids[:-1], stop=("turn '",))
     assert (result.finish_reason, result.token_ids) == ("stop", whole.token_ids[-1:])
 
 
@@ -223,15 +223,15 @@ def test_stop_string_is_found_across_the_resume_point(stand: Stand, codec: TextC
     ids=["stop", "length", "eos"],
 )
 def test_complete_text_ends_at_once_without_work(
-    stand: Stand, codec: TextCodec, changes: dict[str, Any], last: tuple[int, ...], reason: str
+    server: ScriptedServer, codec: TextCodec, changes: dict[str, Any], last: tuple[int, ...], reason: str
 ) -> None:
-    result = answered(stand, codec.encode(TEXT, special=False)[:12] + last, **changes)
+    result = resume(server, codec.encode(TEXT, special=False)[:12] + last, **changes)
     assert (result.finish_reason, result.token_ids, result.timings.predicted_n) == (reason, (), 0)
-    assert stand.core.told == [] and Client(stand.endpoint).stats().active == 0
+    assert server.core.received == [] and Client(server.endpoint).stats().active == 0
 
 
-def test_resuming_requires_a_seed_and_valid_tokens(stand: Stand) -> None:
+def test_resuming_requires_a_seed_and_valid_tokens(server: ScriptedServer) -> None:
     with pytest.raises(InvalidRequest, match="the text so far has token 5000; expected ids from 0 to 4095"):
-        answered(stand, [1, 5000])
+        resume(server, [1, 5000])
     with pytest.raises(InvalidRequest, match="has no seed"):
-        answered(stand, [1], seed=None)
+        resume(server, [1], seed=None)

@@ -1,4 +1,4 @@
-"""A text that its server can't finish continues unchanged on the next of several; cores are scripted."""
+"""A text that its server can't finish continues unchanged on the next of several servers. Servers are scripted."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from outrider.protocol.errors import (
 )
 from outrider.protocol.messages import Done, Failed, Message, Timings
 from outrider.protocol.sampling import SamplingParams
-from tests.orchestrator.stand import Play, Stand, worker_stats
+from tests.orchestrator.scripted_server import OnAdmit, ScriptedServer, worker_stats
 
 TEXT = "def héllo(x):\n    return '你好' + x\n"
 SAMPLING = SamplingParams(max_tokens=64, temp=0.8)
 GONE = "the target died too often"
 
 
-def says(codec: TextCodec, tokens: int | None, kind: str = "ServerStopped") -> Play:
-    """So many tokens more of the text, then the end of the server's wits; None: all of it."""
+def generates_then_fails(codec: TextCodec, tokens: int | None, kind: str = "ServerStopped") -> OnAdmit:
+    """Returns an `on_admit` that commits `tokens` more tokens of the text and then fails, or all of it if None."""
     text = codec.encode(TEXT, special=False)
 
-    def play(admit: Admit) -> list[ToFront]:
+    def on_admit(admit: Admit) -> list[ToFront]:
         until = None if tokens is None else len(admit.resume_tokens) + tokens
         new: list[ToFront] = [Committed(admit.request, (token,)) for token in text[len(admit.resume_tokens) : until]]
         if until is None or until >= len(text):
@@ -58,116 +58,120 @@ def says(codec: TextCodec, tokens: int | None, kind: str = "ServerStopped") -> P
             last = Failed(admit.request, kind, GONE)
         return [RequestBegan(admit.request, "ssd"), *new, last]
 
-    return play
+    return on_admit
 
 
 @pytest.fixture
-def stands(endpoint: str, codec: TextCodec) -> Iterator[Callable[..., list[Stand]]]:
-    """`stands(2, None)`: running servers that say so many tokens each before they fail."""
-    pair, running = choose_pair(ServeSettings()), list[Stand]()
+def make_servers(endpoint: str, codec: TextCodec) -> Iterator[Callable[..., list[ScriptedServer]]]:
+    """`make_servers(2, None)` starts servers that generate so many tokens each before they fail."""
+    pair, running = choose_pair(ServeSettings()), list[ScriptedServer]()
     loaded = load_pair(pair)
 
-    def make(*tokens: int | None, kind: str = "ServerStopped") -> list[Stand]:
+    def make(*tokens: int | None, kind: str = "ServerStopped") -> list[ScriptedServer]:
         for count in tokens:
-            running.append(Stand(pair, loaded, f"{endpoint}-{len(running)}"))
-            running[-1].core.play = says(codec, count, kind)
+            running.append(ScriptedServer(pair, loaded, f"{endpoint}-{len(running)}"))
+            running[-1].core.on_admit = generates_then_fails(codec, count, kind)
             running[-1].start()
         return running[-len(tokens) :]
 
     yield make
-    for stand in running:
-        stand.stop()
+    for server in running:
+        server.stop()
 
 
-def clients(stands: list[Stand]) -> list[Client]:
-    return [stand.client() for stand in stands]
+def clients(servers: list[ScriptedServer]) -> list[Client]:
+    return [server.client() for server in servers]
 
 
-def test_text_is_complete_after_breaks_at_any_token(stands: Callable[..., list[Stand]], codec: TextCodec) -> None:
+def test_text_is_complete_after_breaks_at_any_token(
+    make_servers: Callable[..., list[ScriptedServer]], codec: TextCodec
+) -> None:
     tokens = codec.encode(TEXT, special=False)
     for first in range(len(tokens)):
-        made = list(stands(first, first // 2, None))
+        made = list(make_servers(first, first // 2, None))
         result = Resumed(clients(made)).generate("x", SAMPLING)
         assert (result.text, result.token_ids) == (TEXT, tokens)
-        asked = [admit for stand in made for admit in stand.core.told if isinstance(admit, Admit)]
+        asked = [admit for server in made for admit in server.core.received if isinstance(admit, Admit)]
         assert [len(admit.resume_tokens) for admit in asked] == [0, first, first + first // 2][: len(asked)]
         assert len({admit.sampling.seed for admit in asked}) == 1 and asked[0].sampling.seed is not None
-        for stand in made:
-            stand.stop()
+        for server in made:
+            server.stop()
 
 
-def test_async_resumed_completes_the_text(stands: Callable[..., list[Stand]]) -> None:
+def test_async_resumed_completes_the_text(make_servers: Callable[..., list[ScriptedServer]]) -> None:
     async def run() -> str:
-        return (await AsyncResumed([AsyncClient(s.endpoint) for s in stands(3, 0, 4, None)]).generate("x")).text
+        return (await AsyncResumed([AsyncClient(s.endpoint) for s in make_servers(3, 0, 4, None)]).generate("x")).text
 
     assert asyncio.run(run()) == TEXT
 
 
-def test_servers_take_turns_until_the_text_is_complete(stands: Callable[..., list[Stand]]) -> None:
-    """And the one that answered last is asked first the next time."""
-    made = stands(4, 5)
+def test_servers_take_turns_until_the_text_is_complete(make_servers: Callable[..., list[ScriptedServer]]) -> None:
+    """The server that answered last is asked first the next time."""
+    made = make_servers(4, 5)
     both = Resumed(clients(made))
     assert both.generate("x", SAMPLING).text == TEXT
     assert both.generate("x", SAMPLING).text == TEXT
-    told = [len([one for one in stand.core.told if isinstance(one, Admit)]) for stand in made]
-    assert min(told) >= 2
+    counts = [len([one for one in server.core.received if isinstance(one, Admit)]) for server in made]
+    assert min(counts) >= 2
 
 
-def test_dead_server_is_skipped(stands: Callable[..., list[Stand]]) -> None:
-    dead, alive = stands(None, None)
-    asks = Resumed(clients([dead, alive]))
+def test_dead_server_is_skipped(make_servers: Callable[..., list[ScriptedServer]]) -> None:
+    dead, alive = make_servers(None, None)
+    client = Resumed(clients([dead, alive]))
     dead.stop()
-    assert asks.generate("x", SAMPLING).text == TEXT
+    assert client.generate("x", SAMPLING).text == TEXT
     alive.stop()
     with pytest.raises(OutriderError, match="no server at"):
-        asks.generate("x", SAMPLING)
+        client.generate("x", SAMPLING)
 
 
-def known_as(stand: Stand, fingerprint: str) -> None:
+def set_fingerprint(server: ScriptedServer, fingerprint: str) -> None:
     workers = (replace(worker_stats("target"), fingerprint=fingerprint), worker_stats("draft"))
-    stand.lines.events.put(WorkersChanged(workers))
+    server.queues.events.put(WorkersChanged(workers))
 
 
-def test_server_with_other_weights_is_skipped(stands: Callable[..., list[Stand]]) -> None:
-    made = stands(4, None, None)
-    for stand, fingerprint in zip(made, ("a", "b", "a"), strict=True):
-        known_as(stand, fingerprint)
-        while stand.admission.target_fingerprint != fingerprint:
-            stand.client().stats()
+def test_server_with_other_weights_is_skipped(make_servers: Callable[..., list[ScriptedServer]]) -> None:
+    made = make_servers(4, None, None)
+    for server, fingerprint in zip(made, ("a", "b", "a"), strict=True):
+        set_fingerprint(server, fingerprint)
+        while server.admission.target_fingerprint != fingerprint:
+            server.client().stats()
     assert Resumed(clients(made)).generate("x", SAMPLING).text == TEXT
-    assert [len([one for one in stand.core.told if isinstance(one, Admit)]) for stand in made] == [1, 0, 1]
+    assert [len([one for one in server.core.received if isinstance(one, Admit)]) for server in made] == [1, 0, 1]
     with pytest.raises(OtherModel, match="began with another model"):
         Resumed(clients(made[:2])).generate("x", SAMPLING)
 
 
-def test_request_that_kills_workers_is_given_up_after_two_servers(stands: Callable[..., list[Stand]]) -> None:
-    made = stands(2, 2, 2, 2, None, kind="WorkerError")
+def test_request_that_kills_workers_is_given_up_after_two_servers(
+    make_servers: Callable[..., list[ScriptedServer]],
+) -> None:
+    made = make_servers(2, 2, 2, 2, None, kind="WorkerError")
     with pytest.raises(WorkerError, match=GONE):
         Resumed(clients(made)).generate("x", SAMPLING)
-    assert sum(isinstance(one, Admit) for stand in made for one in stand.core.told) == 2
+    assert sum(isinstance(one, Admit) for server in made for one in server.core.received) == 2
 
 
 def test_reconnecting_client_asks_again_after_one_worker_error(
-    stands: Callable[..., list[Stand]], codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+    make_servers: Callable[..., list[ScriptedServer]], codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.orchestrator.client.dialogue.RETRY_SECONDS", 0.0)
-    (stand,) = stands(3, kind="WorkerError")
+    (server,) = make_servers(3, kind="WorkerError")
     with pytest.raises(WorkerError, match=GONE):
-        Client(stand.endpoint, reconnect=True).generate("x", SAMPLING)
-    assert [len(one.resume_tokens) for one in stand.core.told if isinstance(one, Admit)] == [0, 3]
-    stand.core.play = says(codec, 3, "ServerBusy")
-    assert Client(stand.endpoint, reconnect=True).generate("x", SAMPLING).text == TEXT
+        Client(server.endpoint, reconnect=True).generate("x", SAMPLING)
+    assert [len(one.resume_tokens) for one in server.core.received if isinstance(one, Admit)] == [0, 3]
+    server.core.on_admit = generates_then_fails(codec, 3, "ServerBusy")
+    assert Client(server.endpoint, reconnect=True).generate("x", SAMPLING).text == TEXT
 
 
-def test_busy_server_is_skipped(stands: Callable[..., list[Stand]]) -> None:
-    made = stands(0, None, kind="ServerBusy")
+def test_busy_server_is_skipped(make_servers: Callable[..., list[ScriptedServer]]) -> None:
+    made = make_servers(0, None, kind="ServerBusy")
     assert Resumed(clients(made)).generate("x", SAMPLING).text == TEXT
     with pytest.raises(ServerBusy):
         Resumed(clients(made[:1])).generate("x", SAMPLING)
 
 
-def test_invalid_request_raises_and_servers_stay_usable(stands: Callable[..., list[Stand]]) -> None:
-    made = stands(None, None)
+def test_invalid_request_raises_and_servers_stay_usable(make_servers: Callable[..., list[ScriptedServer]]) -> None:
+    made = make_servers(None, None)
     with pytest.raises(InvalidRequest, match="expected ids from 0"):
         Resumed(clients(made)).generate([10**6], SAMPLING)
     assert Resumed(clients(made)).generate("x", SAMPLING).text == TEXT
@@ -185,10 +189,10 @@ def test_resumed_request_goes_first_in_the_queue() -> None:
 
 
 def test_generate_command_continues_on_the_next_server(
-    stands: Callable[..., list[Stand]], capsys: pytest.CaptureFixture[str]
+    make_servers: Callable[..., list[ScriptedServer]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = ",".join(stand.endpoint for stand in stands(3, None))
-    assert main(["generate", "--connect", places, "-p", "x", "--temp", "0.8"]) == 0
+    endpoints = ",".join(server.endpoint for server in make_servers(3, None))
+    assert main(["generate", "--connect", endpoints, "-p", "x", "--temp", "0.8"]) == 0
     assert capsys.readouterr().out == f"{TEXT}\n"
 
 
@@ -205,8 +209,8 @@ def test_invalid_server_list_prints_one_sentence(
     arguments: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "-p", "x", *arguments]) == code
-    said = capsys.readouterr()
-    assert sentence in said.err and len(said.err.splitlines()) == 1 and not said.out
+    captured = capsys.readouterr()
+    assert sentence in captured.err and len(captured.err.splitlines()) == 1 and not captured.out
 
 
 @pytest.mark.parametrize("clients", [[], ["ipc:///tmp/a"], None, "ipc:///tmp/a", [AsyncClient("ipc:///tmp/a")]])
@@ -221,14 +225,14 @@ def test_async_resumed_needs_async_clients() -> None:
         AsyncResumed(clients)
 
 
-# --- the end is lost ----------------------------------------------------------------------------------------------
+# --- lost last messages -------------------------------------------------------------------------------------------
 
 LOST_ENDS = int(os.environ.get("OUTRIDER_LOST_ENDS", "60"))
 LETTERS = ("ile with ", "def ", "é", "你", "好", "🙂", "x", "\n", "return ", "wi")
 
 
-class Moved(AsyncBaseClient):
-    """As a fleet asks: one engine, then the next."""
+class FleetClient(AsyncBaseClient):
+    """Asks one engine after another, as a fleet does."""
 
     def __init__(self, clients: list[AsyncClient]) -> None:
         super().__init__()
@@ -239,77 +243,79 @@ class Moved(AsyncBaseClient):
         await next(self._clients).run_once(dialogue, on_chunk)
 
 
-def awaited(asker: Callable[[], AsyncBaseClient], sampling: SamplingParams) -> GenerationResult:
+def run_async(make_client: Callable[[], AsyncBaseClient], sampling: SamplingParams) -> GenerationResult:
     async def run() -> GenerationResult:
-        return await asker().generate("x", sampling)
+        return await make_client().generate("x", sampling)
 
     return asyncio.run(run())
 
 
-KINDS: dict[str, Callable[[Stand, SamplingParams], GenerationResult]] = {
-    "resumed": lambda stand, how: Resumed([stand.client(), stand.client()]).generate("x", how),
-    "reconnect": lambda stand, how: Client(stand.endpoint, reconnect=True).generate("x", how),
-    "async resumed": lambda stand, how: awaited(
-        lambda: AsyncResumed([AsyncClient(stand.endpoint) for _ in range(2)]), how
+KINDS: dict[str, Callable[[ScriptedServer, SamplingParams], GenerationResult]] = {
+    "resumed": lambda server, how: Resumed([server.client(), server.client()]).generate("x", how),
+    "reconnect": lambda server, how: Client(server.endpoint, reconnect=True).generate("x", how),
+    "async resumed": lambda server, how: run_async(
+        lambda: AsyncResumed([AsyncClient(server.endpoint) for _ in range(2)]), how
     ),
-    "async reconnect": lambda stand, how: awaited(lambda: AsyncClient(stand.endpoint, reconnect=True), how),
-    "fleet": lambda stand, how: awaited(lambda: Moved([AsyncClient(stand.endpoint) for _ in range(2)]), how),
+    "async reconnect": lambda server, how: run_async(lambda: AsyncClient(server.endpoint, reconnect=True), how),
+    "fleet": lambda server, how: run_async(lambda: FleetClient([AsyncClient(server.endpoint) for _ in range(2)]), how),
 }
 
 
-class Losing:
-    """The connection breaks where `before` says so of a message, each time as often as it was told to."""
+class ConnectionBreaker:
+    """Breaks the connection before the first message for which `before[0]` returns True, then removes that function."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._sound = Dialogue.handle_message
+        self._handle_message = Dialogue.handle_message
         self.before: list[Callable[[Message], bool]] = []
         self.lost = 0
         monkeypatch.setattr("outrider.orchestrator.client.dialogue.RETRY_SECONDS", 0.0)
-        monkeypatch.setattr(Dialogue, "handle_message", lambda dialogue, message: self._take(dialogue, message))
+        monkeypatch.setattr(
+            Dialogue, "handle_message", lambda dialogue, message: self._handle_or_break(dialogue, message)
+        )
 
-    def _take(self, dialogue: Dialogue, message: Message) -> Chunk | None:
+    def _handle_or_break(self, dialogue: Dialogue, message: Message) -> Chunk | None:
         if self.before and self.before[0](message):
             self.before.pop(0)
             self.lost += 1
             raise EndpointError("the connection has broken")
-        return self._sound(dialogue, message)
+        return self._handle_message(dialogue, message)
 
 
 def is_done(message: Message) -> bool:
     return isinstance(message, Done)
 
 
-def speaks(codec: TextCodec, text: str, reason: str = "length", sizes: Sequence[int] = (1,)) -> Play:
-    """A core that says this text to its end, cut at `max_tokens`, in pieces of these sizes."""
+def generates_in_pieces(codec: TextCodec, text: str, reason: str = "length", sizes: Sequence[int] = (1,)) -> OnAdmit:
+    """Returns an `on_admit` that commits this text, cut at `max_tokens`, in pieces of these sizes."""
     whole = codec.encode(text, special=False)
 
-    def play(admit: Admit) -> list[ToFront]:
+    def on_admit(admit: Admit) -> list[ToFront]:
         until = min(len(whole), admit.sampling.max_tokens)
-        places = [len(admit.resume_tokens)]
+        endpoints = [len(admit.resume_tokens)]
         for size in cycle(sizes):
-            if places[-1] >= until:
+            if endpoints[-1] >= until:
                 break
-            places.append(min(places[-1] + size, until))
-        new = [Committed(admit.request, whole[a:b]) for a, b in pairwise(places)]
+            endpoints.append(min(endpoints[-1] + size, until))
+        new = [Committed(admit.request, whole[a:b]) for a, b in pairwise(endpoints)]
         return [RequestBegan(admit.request, "ssd"), *new, RequestEnded(admit.request, reason, Timings())]
 
-    return play
+    return on_admit
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("text", "changes"),
     [
-        ("a while with", {"stop": ("without",)}),  # an end that may begin a stop string is held back until the end
+        ("a while with", {"stop": ("without",)}),  # text that may begin a stop string is held back until the end
         ("a while without it", {"stop": ("without",)}),
         ("a\nwhile", {}),
-        ("a 🙂", {"cut": 1}),  # inside of a character
-        ("b 你", {"cut": 1, "stop": ("\ufffd",)}),  # that makes a stop string in the end
+        ("a 🙂", {"cut": 1}),  # the cut is inside a character
+        ("b 你", {"cut": 1, "stop": ("\ufffd",)}),  # the incomplete character becomes a stop string
     ],
     ids=["held", "stop", "plain", "character", "stop of a cut character"],
 )
 def test_text_with_a_lost_end_is_completed_once(
-    stands: Callable[..., list[Stand]],
+    make_servers: Callable[..., list[ScriptedServer]],
     codec: TextCodec,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
@@ -319,42 +325,42 @@ def test_text_with_a_lost_end_is_completed_once(
     changes = dict(changes)
     tokens = codec.encode(text, special=False)
     how = SamplingParams(max_tokens=len(tokens) - changes.pop("cut", 0), seed=1, **changes)
-    (stand,) = stands(None)
-    stand.core.play = speaks(codec, text)
-    whole = KINDS[kind](stand, how)
-    losing = Losing(monkeypatch)
-    losing.before = [is_done, is_done]
-    found = KINDS[kind](stand, how)
-    assert losing.lost == 2
+    (server,) = make_servers(None)
+    server.core.on_admit = generates_in_pieces(codec, text)
+    whole = KINDS[kind](server, how)
+    breaker = ConnectionBreaker(monkeypatch)
+    breaker.before = [is_done, is_done]
+    found = KINDS[kind](server, how)
+    assert breaker.lost == 2
     assert (found.text, found.token_ids, found.finish_reason) == (whole.text, whole.token_ids, whole.finish_reason)
 
 
 def test_text_is_the_same_wherever_the_connection_breaks(
-    stands: Callable[..., list[Stand]], codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+    make_servers: Callable[..., list[ScriptedServer]], codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With OUTRIDER_LOST_ENDS=1000 the long form: so many resumptions, each kind of client in turn."""
-    (stand,), losing = stands(None), Losing(monkeypatch)
+    """Uses each kind of client in turn. OUTRIDER_LOST_ENDS sets the number of broken connections."""
+    (server,), breaker = make_servers(None), ConnectionBreaker(monkeypatch)
     differing, number = [], 0
-    while losing.lost < LOST_ENDS:
+    while breaker.lost < LOST_ENDS:
         draws = random.Random(number)
         text = "".join(draws.choice(LETTERS) for _ in range(draws.randint(1, 12)))
         begin = draws.randrange(len(text))
         stop = tuple(text[begin : begin + draws.randint(1, 4)] + extra for extra in draws.choice((("?",), ("",), ())))
         how = SamplingParams(max_tokens=draws.randint(1, 24), seed=number, stop=stop)
-        stand.core.play = speaks(codec, text, "length", [draws.randint(1, 4) for _ in range(3)])
+        server.core.on_admit = generates_in_pieces(codec, text, "length", [draws.randint(1, 4) for _ in range(3)])
         kind = list(KINDS)[number % len(KINDS)]
-        whole = KINDS[kind](stand, how)
-        losing.before = [_falls(draws), is_done][: draws.randint(1, 2)] if draws.random() < 0.5 else [is_done]
-        found = KINDS[kind](stand, how)
-        losing.before = []
+        whole = KINDS[kind](server, how)
+        breaker.before = [_breaks_early(draws), is_done][: draws.randint(1, 2)] if draws.random() < 0.5 else [is_done]
+        found = KINDS[kind](server, how)
+        breaker.before = []
         if (found.text, found.token_ids, found.finish_reason) != (whole.text, whole.token_ids, whole.finish_reason):
             differing.append((number, kind, whole.text, found.text, whole.finish_reason, found.finish_reason))
         number += 1
-    print(f"{losing.lost} resumptions of {number} texts, {len(differing)} differing")
+    print(f"{breaker.lost} resumptions of {number} texts, {len(differing)} differing")
     assert not differing
 
 
-def _falls(draws: random.Random) -> Callable[[Message], bool]:
-    """Before the message of this number, or the end."""
+def _breaks_early(draws: random.Random) -> Callable[[Message], bool]:
+    """Returns a function that is True of a random early message, or of the last one."""
     left = iter(range(draws.randint(1, 5), -1, -1))
     return lambda message: is_done(message) or next(left) == 0

@@ -19,7 +19,7 @@ from outrider.protocol.messages import (
     TextChunk,
 )
 from outrider.protocol.schema import MAX_ITEMS, Origin
-from tests.orchestrator.rounds import settled
+from tests.orchestrator.rounds import make_settled_round
 
 BEGAN = 1_000
 
@@ -31,7 +31,7 @@ def outcome(number: int, accepted: int, work: Span, **more: object) -> Outcome:
 def report(
     metrics: RequestMetrics, number: int, proposal: Proposal, outcome: Outcome, kept: int, decided: Span | None = None
 ) -> RoundRecord:
-    record = metrics.on_ended(settled(number, proposal, outcome, kept, decided), outcome.work.ended_ns)
+    record = metrics.on_ended(make_settled_round(number, proposal, outcome, kept, decided), outcome.work.ended_ns)
     assert record is not None
     return record
 

@@ -9,7 +9,7 @@ import pytest
 from outrider.orchestrator.core.policy.estimates import Estimates, RowCosts
 
 
-def learned(*seen: tuple[int, float]) -> RowCosts:
+def make_costs(*seen: tuple[int, float]) -> RowCosts:
     costs = RowCosts()
     for rows, milliseconds in seen:
         costs.add(rows, milliseconds)
@@ -21,12 +21,12 @@ def test_cost_is_unknown_without_samples() -> None:
 
 
 def test_cost_is_linear_between_samples() -> None:
-    costs = learned((1, 10.0), (4, 13.0), (8, 21.0))
+    costs = make_costs((1, 10.0), (4, 13.0), (8, 21.0))
     assert [costs(rows) for rows in (1, 2, 4, 6, 8)] == [10.0, 11.0, 13.0, 17.0, 21.0]
 
 
 def test_cost_rises_beyond_the_samples() -> None:
-    costs = learned((4, 13.0))
+    costs = make_costs((4, 13.0))
     below, at, above = (costs(rows) or 0.0 for rows in (1, 4, 64))
     assert 0 < below < at < above
 
@@ -43,12 +43,12 @@ def test_cost_never_falls_with_more_rows(seed: int) -> None:
 
 
 def test_cost_follows_a_machine_that_became_slower() -> None:
-    costs = learned(*[(4, 10.0)] * 50, *[(4, 20.0)] * 50)
+    costs = make_costs(*[(4, 10.0)] * 50, *[(4, 20.0)] * 50)
     assert costs(4) == pytest.approx(20.0, rel=0.05)
 
 
 def test_old_sample_yields_to_contradicting_new_ones() -> None:
-    costs = learned(*[(8, 40.0)] * 5, *[(16, 20.0), (4, 12.0)] * 200)
+    costs = make_costs(*[(8, 40.0)] * 5, *[(16, 20.0), (4, 12.0)] * 200)
     assert (costs(8) or 0.0) <= 1.2 * 20.0
 
 
@@ -62,7 +62,7 @@ def test_row_costs_are_the_measured_ones_in_tokens() -> None:
 
 
 def test_disturbed_measurement_does_not_keep_rows_from_being_measured_again() -> None:
-    """Nothing but plain rounds follows it, since more rows seem to cost too much."""
+    """After the measurement only plain rounds are run, because more rows seem to cost too much."""
     found = Estimates()
     found.observe_round(1, 10.0)
     found.observe_verify(1, 10.0)
@@ -75,7 +75,7 @@ def test_disturbed_measurement_does_not_keep_rows_from_being_measured_again() ->
 
 def test_rows_not_measured_for_very_long_still_have_a_cost() -> None:
     """As in a server that ran many requests at once, and then a single one for an hour."""
-    costs = learned((40, 20.0), (48, 19.0))
+    costs = make_costs((40, 20.0), (48, 19.0))
     for _ in range(100_000):
         costs.add(5, 10.0)
     assert costs(40) == costs(48) == pytest.approx(19.5)

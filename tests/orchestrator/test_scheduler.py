@@ -1,4 +1,4 @@
-"""The rounds hold on every path: the text is the target's own, nothing hangs, and the counts are right."""
+"""The scheduler on every path: the text is the target's own, no request hangs, and the counts are right."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ REPEATING = PROMPT + random_text(1, 60)[10:] * 6
 
 
 @cache
-def reported(mode: str, text: tuple[int, ...], steps: int) -> tuple[Timings, Cluster]:
+def run_with_reports(mode: str, text: tuple[int, ...], steps: int) -> tuple[Timings, Cluster]:
     cluster = Cluster(text, script(text), steps=steps)
     return cluster.run(PROMPT, 300, mode, origins=True, rounds=True).timings, cluster
 
@@ -108,7 +108,7 @@ def reported(mode: str, text: tuple[int, ...], steps: int) -> tuple[Timings, Clu
 @pytest.mark.parametrize("text", [random_text(1), REPEATING], ids=["new", "repeating"])
 @pytest.mark.parametrize("steps", [1, 100])
 def test_origins_agree_with_the_timings(mode: str, text: tuple[int, ...], steps: int) -> None:
-    times, cluster = reported(mode, text, steps)
+    times, cluster = run_with_reports(mode, text, steps)
     found = Counter(cluster.origins)
     assert found.total() == times.predicted_n == 300
     assert found[Origin.TARGET] == times.predicted_n - times.draft_n_accepted
@@ -128,15 +128,15 @@ def test_origins_agree_with_the_timings(mode: str, text: tuple[int, ...], steps:
 @pytest.mark.parametrize("text", [random_text(1), REPEATING], ids=["new", "repeating"])
 @pytest.mark.parametrize("steps", [1, 100])
 def test_round_records_agree_with_the_timings(mode: str, text: tuple[int, ...], steps: int) -> None:
-    times, cluster = reported(mode, text, steps)
-    told = cluster.records
-    assert [record.round for record in told] == list(range(times.rounds))
-    assert sum(record.tokens for record in told) == times.predicted_n == 300
-    assert sum(record.drafted for record in told) == times.draft_n
-    assert sum(record.accepted for record in told) == times.draft_n_accepted
-    assert sum(record.lookup in ("hit", "grown") for record in told) == times.cache_hits
-    assert sum(record.lookup in ("late", "miss") for record in told) == times.cache_misses
-    assert sum(record.source == "ngram" for record in told) == times.ngram_chains
+    times, cluster = run_with_reports(mode, text, steps)
+    records = cluster.records
+    assert [record.round for record in records] == list(range(times.rounds))
+    assert sum(record.tokens for record in records) == times.predicted_n == 300
+    assert sum(record.drafted for record in records) == times.draft_n
+    assert sum(record.accepted for record in records) == times.draft_n_accepted
+    assert sum(record.lookup in ("hit", "grown") for record in records) == times.cache_hits
+    assert sum(record.lookup in ("late", "miss") for record in records) == times.cache_misses
+    assert sum(record.source == "ngram" for record in records) == times.ngram_chains
     assert (times.cache_hits > 0) is (mode in ("ssd", "auto"))
 
 
@@ -144,8 +144,8 @@ def test_origins_and_rounds_are_reported_only_on_request() -> None:
     text = random_text(1)
     cluster = Cluster(text, script(text))
     cluster.run(PROMPT, 20)
-    told = [event for event in cluster.told if isinstance(event, Committed)]
-    assert all(event.origins is None and event.rounds is None for event in told)
+    committed = [event for event in cluster.events if isinstance(event, Committed)]
+    assert all(event.origins is None and event.rounds is None for event in committed)
 
 
 def test_an_always_wrong_drafter_commits_one_token_a_round() -> None:
@@ -159,14 +159,14 @@ def test_an_always_wrong_drafter_commits_one_token_a_round() -> None:
 
 
 def test_hits_follow_the_prescribed_bonus_rank() -> None:
-    """A bonus that always stands first among the candidates is always found; one that is never there, never."""
+    """A bonus token that is always the first candidate always hits. One that is no candidate never hits."""
     text = random_text(5, 600)
     found = Cluster(text, script(text, (0.6,), (1.0,)), full_depth=True, branches=8).run(PROMPT, 400).timings
     assert found.cache_misses == 0
     lost = (
         Cluster(text, script(text, (0.6,), (0.0,)), full_depth=True, branches=8, ngrams=False).run(PROMPT, 400).timings
     )
-    # What is left are the outcomes after full acceptance, whose bonus is right with the acceptance itself.
+    # The remaining hits are after full acceptance, where the script makes the bonus token right as well.
     assert lost.cache_hits < 0.4 * found.cache_hits
 
 
@@ -208,7 +208,7 @@ def test_hit_on_a_prepared_branch_sends_no_verify() -> None:
     asked = sum(isinstance(message, Verify) for message in cluster.sent_to_target)
     assert cluster.generated == list(text[10:110])
     assert ended.timings.cache_hits > 10
-    # The prompt's own round needs no VERIFY and its hit is told: nothing can be prepared while the prompt is read.
+    # The prompt's round needs no VERIFY. Its hit does, because nothing can be prepared while the prompt is read.
     assert asked == (ended.timings.rounds - 1) - (ended.timings.cache_hits - 1)
 
 
@@ -237,8 +237,8 @@ def test_branches_past_an_end_token_are_not_prepared() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [40, 41, 42, 200])
-def test_target_goes_on_by_itself_after_hit_and_miss(max_tokens: int) -> None:
-    """A wait for the drafter would not pay, so no outcome waits for a message until the end is near."""
+def test_target_continues_by_itself_after_hit_and_miss(max_tokens: int) -> None:
+    """Waiting for the drafter would not pay, so the target needs no message until the end is near."""
     text = random_text(23)
     end, verifies = text[150], []
     for ngrams in (False, True):
@@ -267,7 +267,7 @@ def test_plain_decoding_needs_no_messages_until_a_trial() -> None:
 
 
 def test_target_uses_all_cores_in_auto_only() -> None:
-    """The mode ar keeps the cores that the other modes have, to be compared with them."""
+    """Mode ar uses the same cores as the other modes, so that it can be compared with them."""
     text = random_text(11)
     auto, plain = Cluster(text, script(text)), Cluster(text, script(text))
     auto.run(PROMPT, 300, "auto")
@@ -279,7 +279,7 @@ def test_target_uses_all_cores_in_auto_only() -> None:
 
 
 @pytest.mark.parametrize("all_cores", [True, False])
-def test_mode_ar_shows_no_time_of_a_target_on_all_cores(all_cores: bool) -> None:
+def test_mode_ar_gives_no_estimate_of_a_target_that_uses_all_cores(all_cores: bool) -> None:
     text = random_text(11)
     cluster = Cluster(text, script(text))
     cluster.target_abilities = Abilities(all_cores=all_cores)
@@ -353,7 +353,7 @@ def test_no_time_that_a_drafter_reports_stalls_a_request(mode: str) -> None:
     def report_years(sender: str, message: Message, now_ns: int) -> None:
         if isinstance(message, Branches | Drafted):
             if next(drafts) > 2:
-                return  # it answers no more
+                return  # it stops answering
             message = structs.replace(message, work=Span(0, 10**18))
         if isinstance(message, Drafted):
             message = structs.replace(message, chain=message.chain[:1], odds=())
@@ -381,21 +381,21 @@ def test_target_finishes_without_a_lost_drafter() -> None:
     cluster._turn = turn  # type: ignore[method-assign]
     ended = cluster.run(PROMPT, 100)
     assert cluster.generated == list(text[10:110])
-    assert any("lost" in note for note in ended.notes)
+    assert any("lost" in record for record in ended.notes)
 
 
-@pytest.mark.parametrize("last_words", [Resync("r", 0), Fault("r", "again")])
-def test_messages_of_a_dropped_drafter_are_ignored(last_words: Message) -> None:
+@pytest.mark.parametrize("message_after_fault", [Resync("r", 0), Fault("r", "again")])
+def test_messages_of_a_dropped_drafter_are_ignored(message_after_fault: Message) -> None:
     text = random_text(13)
     cluster = Cluster(text, script(text), ngrams=False)
-    heard: list[str] = []
+    senders: list[str] = []
 
     def fails(sender: str, message: Message, now_ns: int) -> None:
         handle(sender, message, now_ns)
-        heard.append(sender)
-        if len(heard) == 20:
+        senders.append(sender)
+        if len(senders) == 20:
             handle("draft-0", Fault("r", "the context is full"), now_ns)
-            handle("draft-0", last_words, now_ns)
+            handle("draft-0", message_after_fault, now_ns)
 
     handle = intercept(cluster.rounds, fails)
     cluster.run(PROMPT, 80)
@@ -409,35 +409,35 @@ def test_resync_sends_the_drafter_all_tokens_once() -> None:
     to_drafter: list[Message] = []
     send = cluster.send_worker
 
-    def note(name: str, message: Message) -> None:
+    def record(name: str, message: Message) -> None:
         to_drafter.append(message)
         send(name, message)
 
-    cluster.send_worker = note  # type: ignore[method-assign]
+    cluster.send_worker = record  # type: ignore[method-assign]
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     for _ in range(6):
         cluster._turn()
     cluster.rounds.handle([("draft-0", Resync("r", 0))], 0)
-    opened, told = [m for m in to_drafter if isinstance(m, Open)][-1], cluster.rounds._requests["r"].sequence.tokens
-    assert opened.tokens.tolist() == told
+    opened, tokens = [m for m in to_drafter if isinstance(m, Open)][-1], cluster.rounds._requests["r"].sequence.tokens
+    assert opened.tokens.tolist() == tokens
     since = len(to_drafter)
     for _ in range(6):
         cluster._turn()
     known = [token for m in to_drafter[since:] if isinstance(m, Commit) for token in m.tokens]
-    assert known and known == told[len(opened.tokens) :][: len(known)]
+    assert known and known == tokens[len(opened.tokens) :][: len(known)]
 
 
 @pytest.mark.parametrize("sender", ["target-0", "draft-0"])
 def test_worker_note_is_reported_once_with_the_result(sender: str) -> None:
     text = random_text(12)
-    cluster, places = Cluster(text, script(text)), count()
+    cluster, numbers = Cluster(text, script(text)), count()
 
-    def remarking(name: str, message: Message, now_ns: int) -> None:
-        handle(sender, WorkerNote(f"the times are wrong, at {next(places)}"), now_ns)
+    def add_notes(name: str, message: Message, now_ns: int) -> None:
+        handle(sender, WorkerNote(f"the times are wrong, at {next(numbers)}"), now_ns)
         handle("draft-7", WorkerNote("I have no part in this"), now_ns)
         handle(name, message, now_ns)
 
-    handle = intercept(cluster.rounds, remarking)
+    handle = intercept(cluster.rounds, add_notes)
     ended = cluster.run(PROMPT, 50)
     assert cluster.generated == list(text[10:60])
     assert ended.notes == (f"{sender}: the times are wrong, at 0",)
@@ -448,19 +448,19 @@ def test_stale_and_duplicate_messages_are_dropped_and_counted() -> None:
     cluster = Cluster(text, script(text))
     seen: list[tuple[str, Message]] = []
 
-    def twice(sender: str, message: Message, now_ns: int) -> None:
+    def handle_twice(sender: str, message: Message, now_ns: int) -> None:
         seen.append((sender, message))
         handle(sender, message, now_ns)
         handle(*seen[len(seen) // 2], now_ns)
 
-    handle = intercept(cluster.rounds, twice)
+    handle = intercept(cluster.rounds, handle_twice)
     cluster.run(PROMPT, 60)
     assert cluster.generated == list(text[10:70])
     assert cluster.rounds.stale > 0
 
 
 def test_lost_round_is_sent_again_once_per_timeout() -> None:
-    """A target that is only slow is not sent the round with every tick."""
+    """A slow target is not sent the round again at every tick."""
     text = random_text(3)
     cluster = Cluster(text, script(text))
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ar", frozenset()), 0)
@@ -477,12 +477,12 @@ def test_long_prompt_is_indexed_in_pieces_after_open_is_sent(monkeypatch: pytest
     read: list[tuple[int, bool]] = []
     index_more = NgramIndex.index_more
 
-    def noted(index: NgramIndex, count: int) -> None:
+    def record_read(index: NgramIndex, count: int) -> None:
         if not index.is_empty:
             read.append((count, any(isinstance(message, Open) for message in cluster.sent_to_target)))
         index_more(index, count)
 
-    monkeypatch.setattr(NgramIndex, "index_more", noted)
+    monkeypatch.setattr(NgramIndex, "index_more", record_read)
     cluster.rounds.begin(Admit("r", PROMPT * 1000, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     assert cluster.rounds.next_deadline_ns() == 0
     turns = 0
@@ -496,15 +496,15 @@ def test_long_prompt_is_indexed_in_pieces_after_open_is_sent(monkeypatch: pytest
 def test_full_depth_branch_after_its_outcome_counts_as_late() -> None:
     text = random_text(18)
     cluster = Cluster(text, script(text, (1.0,)), depth=3, full_depth=True, ngrams=False, steps=0)
-    came: list[bool] = []  # by outcome: whether its branch had come
+    arrived: list[bool] = []  # by outcome: whether its branch had arrived
     on_outcome = cluster.rounds._on_outcome
 
-    def noted(request: Request, outcome: Outcome, now_ns: int) -> list[SettledRound]:
+    def record_arrival(request: Request, outcome: Outcome, now_ns: int) -> list[SettledRound]:
         committed = (*request.round.proposal.chain[: outcome.accepted], outcome.bonus)
-        came.append(request.draft.cache.lookup(committed) is not None)
+        arrived.append(request.draft.cache.lookup(committed) is not None)
         return on_outcome(request, outcome, now_ns)
 
-    cluster.rounds._on_outcome = noted  # type: ignore[method-assign]
+    cluster.rounds._on_outcome = record_arrival  # type: ignore[method-assign]
     timings = cluster.run(PROMPT, 60).timings
-    assert (timings.cache_hits, timings.cache_late) == (came[:-1].count(True), came[:-1].count(False))
+    assert (timings.cache_hits, timings.cache_late) == (arrived[:-1].count(True), arrived[:-1].count(False))
     assert timings.cache_late > 5

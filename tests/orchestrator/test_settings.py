@@ -1,4 +1,4 @@
-"""Settings are checked once, with one sentence per error, and survive the command line."""
+"""Settings are checked once, with one sentence per error, and round-trip through the flags of the command line."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_invalid_settings_are_refused_with_the_reason(given, words):
 
 
 def test_only_drafter_may_be_one_that_joins():
-    """As of a fleet's engine whose drafter is on another host."""
+    """As for an engine of a fleet whose drafter is on another host."""
     joined = ServeSettings(draft_backend="ngram", ngrams=False, workers_endpoint="tcp://127.0.0.1:0", mode="ssd")
     assert joined.can_work_ahead
 
 
 def test_settings_convert_paths_texts_and_numpy_values():
-    said = ServeSettings(
+    converted = ServeSettings(
         model=Path("m"),
         draft_model="d",
         trace="t.json",
@@ -91,27 +91,27 @@ def test_settings_convert_paths_texts_and_numpy_values():
         head=Path("h"),
     )
     plain = ServeSettings(model="m", draft_model="d", trace=Path("t.json"), threads=2, ngrams=False, head=("h",))
-    assert said == plain
-    assert all(type(getattr(said, f.name)) is type(getattr(plain, f.name)) for f in fields(said))
+    assert converted == plain
+    assert all(type(getattr(converted, f.name)) is type(getattr(plain, f.name)) for f in fields(converted))
 
 
 def test_local_cluster_keywords_match_settings_and_are_documented():
     keywords, known = get_type_hints(Settings), [field.name for field in fields(ServeSettings)]
     assert list(keywords) == known, f"Settings must have these, in this order: {keywords.keys() ^ set(known) or known}"
-    told = LocalCluster.__doc__ or ""
-    assert not [field.name for field in fields(ServeSettings) if f"`{field.name}`" not in told]
+    documentation = LocalCluster.__doc__ or ""
+    assert not [field.name for field in fields(ServeSettings) if f"`{field.name}`" not in documentation]
 
 
 @pytest.mark.parametrize(
-    ("said", "count"),
+    ("size", "count"),
     [("2GB", 2 * 10**9), ("512mb", 512 * 10**6), ("1.5 GiB", 3 * 2**29), ("7", 7), (np.int64(9), 9), ("3B", 3)],
 )
-def test_memory_sizes_are_parsed_to_bytes(said, count):
-    assert ServeSettings(kv_memory=said).kv_memory == count
+def test_memory_sizes_are_parsed_to_bytes(size, count):
+    assert ServeSettings(kv_memory=size).kv_memory == count
 
 
 def test_every_setting_round_trips_through_flags():
-    said = ServeSettings(
+    various = ServeSettings(
         model="m", draft_model="d", draft_backend="coreml", num_draft_tokens=7, branches=3, fan_out="uniform",
         branch_depth="full", ngrams=False, trees=True,
         mode="sd", endpoint="tcp://127.0.0.1:5", threads=2, max_active=3,
@@ -130,13 +130,13 @@ def test_every_setting_round_trips_through_flags():
     prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml", draft_device="cpu")
     ahead = ServeSettings(model="m", draft_model="d", draft_backend="eagle3", head_in="draft-worker", mode="ssd")
     assert ahead.has_draft_worker and not ahead.colocate
-    all_of_them = (said, colocated, prefilled, waiting, read, by_head, by_own_head, ahead)
-    usual = ServeSettings()
-    names = [f.name for f in fields(usual)]
-    untried = [n for n in names if all(getattr(s, n) == getattr(usual, n) for s in all_of_them)]
+    every_case = (various, colocated, prefilled, waiting, read, by_head, by_own_head, ahead)
+    default = ServeSettings()
+    names = [f.name for f in fields(default)]
+    untried = [n for n in names if all(getattr(s, n) == getattr(default, n) for s in every_case)]
     assert not untried, f"{untried}: give each setting another value than its default above"
     parser = Parser(prog="x")
     serve.add_flags(parser)
-    for settings in all_of_them:
+    for settings in every_case:
         assert ServeSettings(**flags.settings_of(parser.parse_args(as_flags(settings)))) == settings
     assert as_flags(ServeSettings()) == []

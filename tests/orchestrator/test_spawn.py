@@ -34,7 +34,7 @@ FAILS = "import sys; sys.stderr.write('first\\n\\nlast words\\n'); sys.exit(7)"
 
 @pytest.fixture
 def spawned(monkeypatch, tmp_path):
-    """`spawned(code) -> SpawnedProcess` that runs this Python code with the pipe's number as its argument."""
+    """`spawned(code) -> SpawnedProcess` runs Python code, with the file descriptor of its pipe as the argument."""
     workers = []
 
     def start(code, wait_for="up"):
@@ -126,7 +126,7 @@ def test_a_stopped_worker_can_be_killed(spawned):
 
 
 def test_worker_that_ends_before_its_signal_can_be_killed_on_macos(spawned, monkeypatch):
-    """There a process that has ended, but was not waited for, can't be sent a signal."""
+    """On macOS, a process that has ended but was not waited for can't be sent a signal."""
 
     def end_first(pid, number):
         os.kill(pid, signal.SIGKILL)
@@ -159,7 +159,7 @@ def test_stderr_of_an_ended_worker_is_kept(spawned):
     worker = spawned(FAILS, wait_for=None)
     assert worker.wait(200) == 7
     assert worker.log_tail() == "first | last words"
-    worker.terminate()  # nobody is signalled: the process is gone
+    worker.terminate()  # sends no signal, because the process is gone
 
 
 def test_a_worker_that_can_not_be_restarted_is_lost_and_ends_nothing(monkeypatch, tmp_path):
@@ -204,7 +204,7 @@ def test_http_process_that_cannot_be_started_raises_worker_error(monkeypatch, tm
 
 def test_workers_import_our_packages_from_any_folder(tmp_path):
     (tmp_path / "protocol").mkdir()
-    (tmp_path / "protocol" / "__init__.py").write_text("raise SystemExit('the wrong room')")
+    (tmp_path / "protocol" / "__init__.py").write_text("raise SystemExit('the wrong package')")
     found = subprocess.run(
         spawn.python("-c", "import protocol, target_worker; print(protocol.__doc__)"),
         cwd=tmp_path, env=spawn.child_environment(), capture_output=True, text=True, timeout=200,
@@ -238,14 +238,16 @@ def test_openblas_is_preloaded_if_found(monkeypatch):
     assert {made[name] for name in system.THREAD_VARIABLES} == {"3"}
     assert system.blas_environment({"LD_PRELOAD": "/my/libopenblas.so"}, 1)["LD_PRELOAD"] == "/my/libopenblas.so"
     many = system.blas_environment({}, 1000)
-    assert {many[name] for name in system.THREAD_VARIABLES} == {"4"}  # more would wait for each other's core
+    assert {many[name] for name in system.THREAD_VARIABLES} == {
+        "4"
+    }  # more threads than cores would wait for each other
 
 
 @pytest.mark.parametrize(
     ("flags", "core"), [({"avx512f", "avx2"}, "SkylakeX"), ({"avx2"}, "Haswell"), ({"asimd"}, None)]
 )
 def test_openblas_uses_kernels_that_the_cpu_has(monkeypatch, flags, core):
-    """It does not know CPUs that are newer than itself, and took kernels without AVX for them."""
+    """OpenBLAS does not know CPUs that are newer than itself, and would use kernels without AVX for them."""
     monkeypatch.setattr(system, "cpu_flags", lambda: flags)
     assert system.blas_environment({}, 1).get(system.OPENBLAS_CORE_VARIABLE) == core
     assert system.blas_environment({system.OPENBLAS_CORE_VARIABLE: "Zen"}, 1)[system.OPENBLAS_CORE_VARIABLE] == "Zen"
@@ -253,12 +255,12 @@ def test_openblas_uses_kernels_that_the_cpu_has(monkeypatch, flags, core):
 
 def test_openblas_library_can_be_chosen_or_disabled(monkeypatch, tmp_path):
     monkeypatch.setattr(system, "needs_openblas", lambda: True)
-    mine = tmp_path / "libopenblas.so.0"
-    monkeypatch.setenv(system.BLAS_VARIABLE, str(mine))
+    library = tmp_path / "libopenblas.so.0"
+    monkeypatch.setenv(system.BLAS_VARIABLE, str(library))
     with pytest.raises(InvalidRequest, match="which is not a file"):
         system.find_openblas()
-    mine.touch()
-    assert system.find_openblas() == str(mine)
+    library.touch()
+    assert system.find_openblas() == str(library)
     monkeypatch.setenv(system.BLAS_VARIABLE, "")
     assert system.find_openblas() is None and system.blas_notes() == ()
     assert "LD_PRELOAD" not in system.blas_environment({}, 1)
@@ -290,8 +292,8 @@ def test_orchestrator_shares_the_drafters_core_on_two_cores(monkeypatch):
     assert system.drafter_core_variable("target", SETTINGS) == {}
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="cores are told apart on Linux")
-def test_process_can_be_put_behind_pinned_and_unpinned():
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux pins processes to cores")
+def test_process_can_be_lowered_in_priority_pinned_and_unpinned():
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
         system.lower_priority(process.pid)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == system.DRAFTER_NICE
@@ -303,7 +305,7 @@ def test_process_can_be_put_behind_pinned_and_unpinned():
 
 
 def test_log_is_locked_while_its_process_lives(spawned, tmp_path):
-    """So macOS does not remove it from $TMPDIR, as it does with files that nobody has read for three days."""
+    """The lock keeps macOS from removing the log, as it does with files in $TMPDIR that are not read for three days."""
     worker = spawned("import time; print('up', flush=True); time.sleep(600)")
     with (tmp_path / "target-0.log").open() as file:
         with pytest.raises(BlockingIOError):

@@ -1,4 +1,4 @@
-"""Requests whose drafter or target dies and returns: the real rounds and draft worker."""
+"""Requests whose drafter or target dies and is restarted, with the real scheduler and draft worker."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from outrider.orchestrator.events import Committed, RequestEnded
 from outrider.protocol.codec import encode
 from outrider.protocol.messages import Done, Failed, Hello, Message, Open, Prefilled, Verify
 from tests.covering import matrix
-from tests.orchestrator.mortal import FailingCluster, random_text
+from tests.orchestrator.failing_cluster import FailingCluster, random_text
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 
-WAYS = (
-    (FailingCluster.kill_drafter, FailingCluster.find_drafter),
-    (FailingCluster.kill_target, FailingCluster.find_target),
+WORKERS = (
+    (FailingCluster.kill_drafter, FailingCluster.restart_drafter),
+    (FailingCluster.kill_target, FailingCluster.restart_target),
 )
 MODES = ("ar", "sd", "ssd", "auto")
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -37,11 +37,11 @@ def test_drafter_that_dies_and_returns_changes_no_token(mode: str, seed: int) ->
     cluster = FailingCluster([random_text(1), random_text(2)])
     cluster.begin(mode)
     for _ in range(4):
-        cluster.turns(rng.randrange(1, 12))
+        cluster.run_turns(rng.randrange(1, 12))
         cluster.kill_drafter()
-        cluster.turns(rng.randrange(0, 6))
-        cluster.find_drafter()
-    cluster.to_the_end()
+        cluster.run_turns(rng.randrange(0, 6))
+        cluster.restart_drafter()
+    cluster.run_to_end()
     for name in cluster.texts:
         assert cluster.text_of(name) == expected_tokens(cluster, name)
 
@@ -50,12 +50,12 @@ def test_drafter_that_dies_and_returns_changes_no_token(mode: str, seed: int) ->
 def test_returning_drafter_gets_hits_in_the_same_request(ngrams: bool) -> None:
     cluster = FailingCluster([random_text(1)], ngrams=ngrams)
     cluster.begin("ssd", 200)
-    cluster.turns(10)
+    cluster.run_turns(10)
     cluster.kill_drafter()
     before = cluster.rounds._requests["r0"].metrics.timings(11, 300).cache_hits
-    cluster.turns(5)
-    cluster.find_drafter()
-    cluster.to_the_end()
+    cluster.run_turns(5)
+    cluster.restart_drafter()
+    cluster.run_to_end()
     ended = cluster.end("r0")
     assert isinstance(ended, RequestEnded) and cluster.text_of("r0") == expected_tokens(cluster, length=200)
     assert ended.timings.cache_hits > before + 10
@@ -68,21 +68,21 @@ def test_drafter_that_answers_between_its_deaths_is_taken_back(mode: str) -> Non
     cluster = FailingCluster([random_text(1)], ngrams=False)
     cluster.begin(mode, 300)
     for _ in range(3):
-        cluster.turns(20)
+        cluster.run_turns(20)
         cluster.kill_drafter()
-        cluster.turns(3)
-        cluster.find_drafter()
+        cluster.run_turns(3)
+        cluster.restart_drafter()
     assert cluster.rounds._requests["r0"].draft.drafters
 
 
 def test_long_reason_of_a_death_is_shortened_to_what_a_message_can_carry() -> None:
-    """It may end with a line of the worker's log."""
+    """The reason may contain a line of the worker's log."""
     cluster = FailingCluster([random_text(1)])
     cluster.begin("ssd")
-    cluster.turns(5)
+    cluster.run_turns(5)
     cluster.rounds.on_drafter_lost("draft-0", "x" * 5000, 0)
     cluster.worker = None
-    cluster.to_the_end()
+    cluster.run_to_end()
     ended = cluster.end("r0")
     assert isinstance(ended, RequestEnded)
     encode(Done("q", ended.reason, ended.timings, ended.notes))
@@ -93,9 +93,9 @@ def test_request_waiting_for_a_dead_drafter_continues_at_once() -> None:
     cluster.begin("sd")
     while cluster.rounds._requests["r0"].round.wait is None:
         cluster._turn()
-    told = len(cluster.sent_to_target)
+    sent = len(cluster.sent_to_target)
     cluster.kill_drafter()
-    assert [type(message) for message in cluster.sent_to_target[told:]] == [Verify]
+    assert [type(message) for message in cluster.sent_to_target[sent:]] == [Verify]
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
@@ -103,9 +103,9 @@ def test_request_started_without_a_drafter_uses_one_that_joins(mode: str) -> Non
     cluster = FailingCluster([random_text(1)], ngrams=False)
     cluster.kill_drafter()
     cluster.begin(mode, 300)
-    cluster.turns(5)
-    cluster.find_drafter()
-    cluster.to_the_end()
+    cluster.run_turns(5)
+    cluster.restart_drafter()
+    cluster.run_to_end()
     ended = cluster.end("r0")
     assert isinstance(ended, RequestEnded) and ended.timings.draft_n_accepted > 0
     assert cluster.text_of("r0") == expected_tokens(cluster, length=300)
@@ -115,9 +115,9 @@ def test_ar_request_does_not_use_a_joining_drafter() -> None:
     cluster = FailingCluster([random_text(1)])
     cluster.kill_drafter()
     cluster.begin("ar")
-    cluster.turns(5)
-    cluster.find_drafter()
-    cluster.to_the_end()
+    cluster.run_turns(5)
+    cluster.restart_drafter()
+    cluster.run_to_end()
     ended = cluster.end("r0")
     assert isinstance(ended, RequestEnded) and (ended.timings.rejoined, ended.notes) == (0, ())
 
@@ -125,13 +125,13 @@ def test_ar_request_does_not_use_a_joining_drafter() -> None:
 def test_request_that_seems_to_kill_drafters_continues_without_them() -> None:
     cluster = FailingCluster([random_text(1)])
     cluster.begin("ssd")
-    cluster.turns(3)
+    cluster.run_turns(3)
     for _ in range(4):
         cluster.kill_drafter()
-        cluster.find_drafter()
+        cluster.restart_drafter()
     assert not cluster.rounds._requests["r0"].draft.drafters
     assert cluster.rounds._requests["r0"].metrics.rejoined == 1
-    cluster.to_the_end()
+    cluster.run_to_end()
     assert cluster.text_of("r0") == expected_tokens(cluster)
 
 
@@ -144,11 +144,11 @@ def test_target_that_dies_and_returns_changes_no_token(mode: str, seed: int, ngr
     cluster = FailingCluster([random_text(1), random_text(2), random_text(3)], ngrams=ngrams)
     cluster.begin(mode)
     for _ in range(3):
-        cluster.turns(rng.randrange(1, 25))
+        cluster.run_turns(rng.randrange(1, 25))
         cluster.kill_target()
-        cluster.turns(rng.randrange(0, 4))
-        cluster.find_target()
-    cluster.to_the_end()
+        cluster.run_turns(rng.randrange(0, 4))
+        cluster.restart_target()
+    cluster.run_to_end()
     for name in cluster.texts:
         ended = cluster.end(name)
         assert cluster.text_of(name) == expected_tokens(cluster, name)
@@ -162,15 +162,15 @@ def test_random_deaths_of_target_and_drafter_change_no_token(mode: str, seed: in
     cluster = FailingCluster([random_text(1), random_text(2)])
     cluster.begin(mode)
     for _ in range(5):
-        cluster.turns(rng.randrange(2, 12))
-        ways = dict.fromkeys(rng.choices(WAYS, k=rng.randrange(1, 4)))
-        for kill, _ in ways:
+        cluster.run_turns(rng.randrange(2, 12))
+        workers = dict.fromkeys(rng.choices(WORKERS, k=rng.randrange(1, 4)))
+        for kill, _ in workers:
             kill(cluster)
-            cluster.turns(rng.randrange(0, 3))
-        for _, find in ways:
-            find(cluster)
-            cluster.turns(rng.randrange(0, 2))
-    cluster.to_the_end()
+            cluster.run_turns(rng.randrange(0, 3))
+        for _, restart in workers:
+            restart(cluster)
+            cluster.run_turns(rng.randrange(0, 2))
+    cluster.run_to_end()
     for name in cluster.texts:
         assert cluster.text_of(name) == expected_tokens(cluster, name)
 
@@ -178,41 +178,41 @@ def test_random_deaths_of_target_and_drafter_change_no_token(mode: str, seed: in
 def test_replacement_target_gets_committed_tokens_and_prompt_length() -> None:
     cluster = FailingCluster([random_text(1)])
     cluster.begin("ssd")
-    cluster.turns(12)
+    cluster.run_turns(12)
     cluster.kill_target()
-    said = cluster.text_of("r0")
-    cluster.find_target()
+    tokens = cluster.text_of("r0")
+    cluster.restart_target()
     opened = cluster.sent_to_target[-1]
-    assert isinstance(opened, Open) and opened.tokens.tolist() == [*cluster.texts["r0"][:11], *said]
+    assert isinstance(opened, Open) and opened.tokens.tolist() == [*cluster.texts["r0"][:11], *tokens]
     assert (opened.prompt_len, opened.epoch) == (11, 1)
 
 
 def test_late_messages_of_a_dead_target_and_drafters_are_dropped() -> None:
     cluster = FailingCluster([random_text(1)])
     cluster.begin("ssd")
-    cluster.turns(12)
+    cluster.run_turns(12)
     late = list(cluster.target.answer(cluster._to_target[0])) if cluster._to_target else []
     cluster.kill_target()
-    said, stale = cluster.text_of("r0"), cluster.rounds.stale
+    tokens, stale = cluster.text_of("r0"), cluster.rounds.stale
     for message in late:
         cluster.rounds.handle([("target-0", message)], 0)
     cluster._work(100)
-    assert cluster.text_of("r0") == said and cluster.rounds.stale >= stale + len(late)
+    assert cluster.text_of("r0") == tokens and cluster.rounds.stale >= stale + len(late)
 
 
 def test_outage_is_noted_and_does_not_affect_estimates() -> None:
     cluster = FailingCluster([random_text(1)])
     cluster.begin("ssd")
-    cluster.turns(12)
+    cluster.run_turns(12)
     cluster.kill_target()
     cluster._now += 10**12
-    estimates, said = cluster.rounds._planner.estimates, len(cluster.text_of("r0"))
+    estimates, tokens = cluster.rounds._planner.estimates, len(cluster.text_of("r0"))
     before = estimates.tokens_per_ms()
-    cluster.find_target()
-    while len(cluster.text_of("r0")) == said:
+    cluster.restart_target()
+    while len(cluster.text_of("r0")) == tokens:
         cluster._turn()
     assert estimates.tokens_per_ms() == before
-    cluster.to_the_end()
+    cluster.run_to_end()
     ended = cluster.end("r0")
     assert estimates.tokens_per_ms() not in (before, 0.0)
     assert isinstance(ended, RequestEnded) and ended.timings.resumed == 1
@@ -223,9 +223,9 @@ def test_request_during_an_outage_starts_with_the_next_target() -> None:
     cluster = FailingCluster([random_text(1), random_text(2)])
     cluster.kill_target()
     cluster.begin("ssd")
-    cluster.turns(3)
-    assert not any(isinstance(event, Committed) for event in cluster.told)
-    cluster.to_the_end()
+    cluster.run_turns(3)
+    assert not any(isinstance(event, Committed) for event in cluster.events)
+    cluster.run_to_end()
     for name in cluster.texts:
         ended = cluster.end(name)
         assert isinstance(ended, RequestEnded) and ended.timings.resumed == 0
@@ -235,36 +235,36 @@ def test_request_during_an_outage_starts_with_the_next_target() -> None:
 def test_request_cancelled_during_an_outage_is_not_resumed() -> None:
     cluster = FailingCluster([random_text(1), random_text(2)])
     cluster.begin("ssd")
-    cluster.turns(12)
+    cluster.run_turns(12)
     cluster.kill_target()
     cluster.rounds.stop("r0", "cancelled")
-    cluster.to_the_end()
+    cluster.run_to_end()
     assert cluster.opened[-1] == ["r1"] and cluster.text_of("r1") == expected_tokens(cluster, "r1")
 
 
 def test_permanent_target_loss_fails_every_request_with_the_reason() -> None:
     cluster = FailingCluster([random_text(1), random_text(2)])
     cluster.begin("ssd")
-    cluster.turns(12)
+    cluster.run_turns(12)
     cluster.kill_target(for_good=True)
     assert [cluster.end(name) for name in cluster.texts] == [
         Failed(name, "WorkerError", "target worker target-0 ended with code -9") for name in cluster.texts
     ]
 
 
-# --- poison -------------------------------------------------------------------------------------------------------
+# --- requests that kill the target --------------------------------------------------------------------------------
 
 
 @matrix(mode=MODES, poisoned=["r0", "r2", "r3"], at=[0, 30])
 def test_only_the_request_that_keeps_killing_the_target_fails(mode: str, poisoned: str, at: int) -> None:
     cluster = FailingCluster([random_text(n) for n in range(4)], poison={poisoned: at}, ngrams=False)
     cluster.begin(mode)
-    cluster.to_the_end()
+    cluster.run_to_end()
     ended = cluster.end(poisoned)
     assert isinstance(ended, Failed) and "the third time" in ended.message
     for name in set(cluster.texts) - {poisoned}:
         assert isinstance(cluster.end(name), RequestEnded) and cluster.text_of(name) == expected_tokens(cluster, name)
-    assert cluster.deaths == 3 or at  # where the others get tokens between two deaths they are no suspects
+    assert cluster.deaths == 3 or at  # others that get tokens between two deaths are not suspected
     assert cluster.deaths <= 4
 
 
@@ -273,14 +273,14 @@ def test_suspect_requests_are_tried_one_at_a_time() -> None:
     cluster.begin("ssd")
     for _ in range(2):
         cluster.kill_target()
-        cluster.find_target()
+        cluster.restart_target()
     for count in (1, 2, 3):
         assert len(cluster.opened[-1]) == count
-        before = len(cluster.told)
-        while not any(isinstance(event, Committed) for event in cluster.told[before:]):
+        before = len(cluster.events)
+        while not any(isinstance(event, Committed) for event in cluster.events[before:]):
             cluster._turn()
     assert sorted(cluster.opened[-1]) == ["r0", "r0", "r1", "r1", "r2", "r2"]
-    cluster.to_the_end()
+    cluster.run_to_end()
     for name in cluster.texts:
         assert cluster.text_of(name) == expected_tokens(cluster, name)
 
@@ -290,45 +290,45 @@ def test_new_request_waits_while_suspects_are_tried() -> None:
     cluster.begin("ssd")
     for _ in range(2):
         cluster.kill_target()
-        cluster.find_target()
+        cluster.restart_target()
     cluster.texts["r1"] = random_text(1)
     cluster.target.oracles["r1"] = type(cluster.target.oracles["r0"])(random_text(1))  # type: ignore[attr-defined]
     cluster.texts = {"r1": cluster.texts["r1"]}
     cluster.begin("ar")
     assert cluster.opened[-1] == ["r0"]
-    cluster.to_the_end()
+    cluster.run_to_end()
     assert cluster.opened[-1][:1] == ["r0"] and sorted(cluster.opened[-1]) == ["r0", "r0", "r1"]
 
 
 def test_two_requests_that_kill_the_target_both_fail() -> None:
     cluster = FailingCluster([random_text(n) for n in range(4)], poison={"r1": 0, "r2": 0})
     cluster.begin("ssd")
-    cluster.to_the_end()
+    cluster.run_to_end()
     assert {name for name in cluster.texts if isinstance(cluster.end(name), Failed)} == {"r1", "r2"}
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_counts_are_right_after_target_deaths_during_drafter_waits(mode: str) -> None:
-    """The round before has ended and stays counted; the one that was waited for has not begun."""
+    """The previous round has ended and stays counted. The round that waits for the drafter has not begun."""
     cluster = FailingCluster([random_text(1)], ngrams=False)
     cluster.begin(mode, 120)
     for _ in range(5):
         while cluster.rounds.active and cluster.rounds._requests["r0"].round.wait is None:
             cluster._turn()
         cluster.kill_target()
-        cluster.find_target()
-    cluster.to_the_end()
+        cluster.restart_target()
+    cluster.run_to_end()
     ended = cluster.end("r0")
-    assert isinstance(ended, RequestEnded) and len(ended.notes) == 1, "each reason is told once"
+    assert isinstance(ended, RequestEnded) and len(ended.notes) == 1, "each reason is noted once"
     times = ended.timings
     followed = times.missed_then_plain + times.missed_then_copied + times.missed_then_drafted + times.cache_late
-    told = [event for event in cluster.told if isinstance(event, Committed)]
+    committed = [event for event in cluster.events if isinstance(event, Committed)]
     assert cluster.text_of("r0") == expected_tokens(cluster, length=120) and times.resumed == 5
-    assert times.cache_misses == followed and times.rounds == len(told)
+    assert times.cache_misses == followed and times.rounds == len(committed)
 
 
 class PrefillingCluster(FailingCluster):
-    """A failing cluster with a prefill worker, which reads no prompt to its end."""
+    """A failing cluster with a prefill worker that never finishes a prompt."""
 
     def prefill_workers(self) -> set[str]:
         return {"prefill-0"}
@@ -346,13 +346,13 @@ class PrefillingCluster(FailingCluster):
 
 
 def test_prefill_of_a_suspended_request_ends_with_its_target() -> None:
-    """Its prefill worker's death must not bring it back beside a request that runs alone, or to no target at all."""
+    """The death of its prefill worker must not resume it beside a request that is tried alone, or without a target."""
     cluster = PrefillingCluster([random_text(1), random_text(2)])
     cluster.begin("ar")
     for _ in range(2):
         cluster.begin_prompts()
         cluster.kill_target()
-        cluster.find_target()
+        cluster.restart_target()
     assert cluster.opened[-1] == ["r0"]
     sent = len(cluster.sent_to_target)
     cluster.rounds.on_prefill_worker_lost("prefill-0")

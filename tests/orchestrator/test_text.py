@@ -13,7 +13,7 @@ from tests.orchestrator.tiny_tokenizers import codec_of
 
 CODEC = load_codec(find_model(str(TINY_TARGET)))
 NO_ENDS: frozenset[int] = frozenset()
-BROKEN = "\ufffd"
+REPLACEMENT = "\ufffd"
 
 
 def stream(stop=(), prompt=(0,), ends=NO_ENDS):
@@ -21,7 +21,7 @@ def stream(stop=(), prompt=(0,), ends=NO_ENDS):
 
 
 def read(tokens, sizes, stop=()):
-    """The pieces of a text whose tokens come in groups of these sizes, and what comes last."""
+    """Returns the pieces of a text whose tokens arrive in groups of these sizes, including the piece at its end."""
     reader, at, pieces = stream(stop), 0, []
     for size in [*sizes, len(tokens)]:
         group, at = tokens[at : at + size], at + size
@@ -41,7 +41,7 @@ sizes = st.lists(st.integers(1, 5), max_size=40)
 def test_pieces_are_whole_characters_and_add_up_to_the_text(text, sizes):
     pieces = read(CODEC.encode(text, special=False), sizes)
     assert "".join(piece.text for piece in pieces) == text
-    assert all(BROKEN not in piece.text for piece in pieces) or BROKEN in text
+    assert all(REPLACEMENT not in piece.text for piece in pieces) or REPLACEMENT in text
 
 
 @given(st.lists(st.integers(0, 4095), min_size=1, max_size=60), sizes)
@@ -56,11 +56,11 @@ def test_invalid_bytes_do_not_hold_back_the_text():
     continuation = CODEC.encode("你", special=False)[1]
     reader = stream()
     shown = "".join(reader.feed([continuation]).text for _ in range(12))
-    assert len(shown) >= 8 and set(shown) == {BROKEN}
+    assert len(shown) >= 8 and set(shown) == {REPLACEMENT}
 
 
 @given(texts, texts, texts, sizes)
-@example(before=BROKEN, stop="\x80", after="0", sizes=[])
+@example(before=REPLACEMENT, stop="\x80", after="0", sizes=[])
 @settings(max_examples=200)
 def test_stop_string_is_found_across_group_borders(before, stop, after, sizes):
     whole = before + stop + after
@@ -70,7 +70,7 @@ def test_stop_string_is_found_across_group_borders(before, stop, after, sizes):
     assert "".join(piece.text for piece in pieces) == whole[: whole.index(stop)]
     kept = [token for piece in pieces for token in piece.tokens]
     assert kept == list(tokens[: len(kept)]), "the tokens are the text's own"
-    assert stop in CODEC.decode(tuple(kept)) and stop not in CODEC.decode(tuple(kept[:-1])).rstrip(BROKEN)
+    assert stop in CODEC.decode(tuple(kept)) and stop not in CODEC.decode(tuple(kept[:-1])).rstrip(REPLACEMENT)
 
 
 @given(texts, sizes)
@@ -104,7 +104,7 @@ def test_character_split_between_prompt_and_output_is_shown():
 
 
 def test_replacement_character_at_the_prompt_end_is_not_repeated():
-    prompt = CODEC.encode(f"what is {BROKEN}", special=False)
+    prompt = CODEC.encode(f"what is {REPLACEMENT}", special=False)
     assert stream(prompt=prompt).feed(CODEC.encode("?", special=False)).text == "?"
 
 
@@ -114,7 +114,7 @@ def test_unknown_token_id_gives_no_text():
 
 @pytest.fixture
 def spm_codec():
-    """A tokenizer of the SentencePiece kind: words carry their space, and decoding drops the first one."""
+    """A tokenizer like SentencePiece's: words include their leading space, and decoding drops the first space."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"▁hello": 0, "▁world": 1}, unk_token="▁hello"))

@@ -1,6 +1,6 @@
-"""Random streams through every layout of tokenizer: the exact text, and nothing is retracted.
+"""Random streams of tokens of every tokenizer layout become exactly their text, and no text is retracted.
 
-OUTRIDER_FUZZ=20000 makes that many streams of each kind; the default is small enough for every run.
+OUTRIDER_FUZZ=20000 runs that many streams of byte-fallback layouts, and as many of byte-level layouts.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from random import Random
 import pytest
 
 from outrider.orchestrator.pairing.detokenizer import TextStream
-from tests.orchestrator.tiny_tokenizers import BYTE_FALLBACK, LAYOUTS, Kind, kind, text
+from tests.orchestrator.tiny_tokenizers import BYTE_FALLBACK, LAYOUTS, KnownTokenizer, make_tokenizer, random_text
 
 STREAMS = int(os.environ.get("OUTRIDER_FUZZ", "240"))
 LEVEL = ("byte level", "tiny pair")
 NO_ENDS: frozenset[int] = frozenset()
 
-cached_kind = cache(kind)
+cached_tokenizer = cache(make_tokenizer)
 
 
 def streams(layout: str, share: float = 1.0) -> range:
-    """The seeds of a layout: byte-fallback layouts have STREAMS between them, and so have byte-level ones."""
+    """Returns the seeds for a layout. Byte-fallback layouts share STREAMS seeds, and so do byte-level layouts."""
     layouts = LEVEL if layout in LEVEL else tuple(BYTE_FALLBACK)
     return range(max(1, round(share * STREAMS / len(layouts))))
 
@@ -32,8 +32,10 @@ def chunks(tokens: list[int], random: Random) -> list[list[int]]:
     return [tokens[start:end] for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
 
 
-def read(one: Kind, prompt: list[int], groups: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[str, int, bool]:
-    """The text of a stream, how many tokens it took, and whether a stop string ended it."""
+def read(
+    one: KnownTokenizer, prompt: list[int], groups: list[list[int]], stop: tuple[str, ...] = ()
+) -> tuple[str, int, bool]:
+    """Returns the text of a stream, the number of its tokens, and whether a stop string ended it."""
     stream, shown, taken = TextStream(one.codec.spelling, prompt, stop, NO_ENDS), "", 0
     for group in groups:
         piece = stream.feed(group)
@@ -46,20 +48,20 @@ def read(one: Kind, prompt: list[int], groups: list[list[int]], stop: tuple[str,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_valid_text_is_unchanged_by_tokenization_and_grouping(layout):
-    one = cached_kind(layout)
+    one = cached_tokenizer(layout)
     for seed in streams(layout):
         random = Random(seed)
-        expected = text(random)
+        expected = random_text(random)
         tokens = one.tokens_of(expected, random)
         assert read(one, [1], chunks(tokens, random)) == (expected, len(tokens), False), (seed, tokens)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_complete_characters_are_shown_and_at_once(layout):
-    one = cached_kind(layout)
+    one = cached_tokenizer(layout)
     for seed in streams(layout, 0.2):
         random = Random(seed)
-        tokens = one.tokens_of(text(random), random)
+        tokens = one.tokens_of(random_text(random), random)
         stream, shown = TextStream(one.codec.spelling, [1], (), NO_ENDS), ""
         for count, token in enumerate(tokens, start=1):
             shown += stream.feed([token]).text
@@ -68,10 +70,10 @@ def test_only_complete_characters_are_shown_and_at_once(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_output_completes_a_prompt_cut_anywhere(layout):
-    one = cached_kind(layout)
+    one = cached_tokenizer(layout)
     for seed in streams(layout):
         random = Random(seed)
-        whole = text(random)
+        whole = random_text(random)
         tokens = one.tokens_of(whole, random)
         at = random.randint(1, len(tokens))
         before = one.spell(tokens[:at], "ignore")
@@ -80,10 +82,10 @@ def test_output_completes_a_prompt_cut_anywhere(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stop_string_ends_the_text_at_any_place_and_split(layout):
-    one = cached_kind(layout)
+    one = cached_tokenizer(layout)
     for seed in streams(layout, 0.02):
         random = Random(seed)
-        whole = text(random)[:8]
+        whole = random_text(random)[:8]
         tokens = one.tokens_of(whole, random)
         for start in range(len(whole)):
             for end in range(start + 1, len(whole) + 1):
@@ -96,8 +98,8 @@ def test_stop_string_ends_the_text_at_any_place_and_split(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shown_text_is_never_retracted_or_repeated(layout):
-    """What a stream shows is always a beginning of what the bytes spell, each that is none once as U+FFFD."""
-    one = cached_kind(layout)
+    """The text shown so far is always a prefix of the decoded bytes, with U+FFFD for invalid ones."""
+    one = cached_tokenizer(layout)
     for seed in streams(layout):
         random = Random(seed)
         tokens = one.any_tokens(random)
@@ -110,10 +112,10 @@ def test_shown_text_is_never_retracted_or_repeated(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_finished_text_equals_library_decoding(layout):
-    """Behind a prompt, so that no space at a text's beginning is dropped."""
-    one = cached_kind(layout)
+    """The text follows a prompt, so that its leading space is not dropped."""
+    one = cached_tokenizer(layout)
     for seed in streams(layout):
         random = Random(seed)
-        tokens = one.tokens_of(text(random), random) if layout in BYTE_FALLBACK else one.any_tokens(random)
+        tokens = one.tokens_of(random_text(random), random) if layout in BYTE_FALLBACK else one.any_tokens(random)
         before, whole = one.codec.decode((1,)), one.codec.decode((1, *tokens))
         assert before + read(one, [1], [tokens])[0] == whole, (seed, tokens)

@@ -27,8 +27,8 @@ def chain(rng: random.Random, chance: float) -> int:
     return next((place for place in range(DEPTH) if rng.random() >= chance), DEPTH)
 
 
-def learned() -> TextProfiles:
-    """One head does well in code, the other in prose."""
+def trained_profiles() -> TextProfiles:
+    """Returns profiles that have learned that one head does well in code and the other in prose."""
     estimates, rng = Estimates(), random.Random(1)
     estimates.add_drafters([InProcessDrafter(name) for name in GOOD_IN])
     texts = TextProfiles(estimates)
@@ -36,15 +36,15 @@ def learned() -> TextProfiles:
         for kind in (CODE_TEXT, GENERAL_TEXT):
             odds = texts.odds(kind, greedy=True)
             for _ in range(100):
-                held = chain(rng, 0.85 if kind == home else 0.35)
-                odds.observe(name, DEPTH, held)
-                estimates.in_process[name].observe(DEPTH, held, 1.0)
+                accepted = chain(rng, 0.85 if kind == home else 0.35)
+                odds.observe(name, DEPTH, accepted)
+                estimates.in_process[name].observe(DEPTH, accepted, 1.0)
     return texts
 
 
 @pytest.mark.parametrize("name", GOOD_IN)
 def test_rounds_determine_the_kind_of_a_text(name: str) -> None:
-    texts, rng = learned(), random.Random(2)
+    texts, rng = trained_profiles(), random.Random(2)
     for initial_kind in (CODE_TEXT, GENERAL_TEXT):
         text = texts.open(initial_kind, greedy=True)
         for _ in range(10):
@@ -53,14 +53,14 @@ def test_rounds_determine_the_kind_of_a_text(name: str) -> None:
 
 
 def test_kind_is_kept_after_one_rejection_and_always_with_a_grammar() -> None:
-    texts = learned()
+    texts = trained_profiles()
     text = texts.open(CODE_TEXT, greedy=True)
     texts.observe(text, "eagle3", 1, 0)
     assert text.kind == CODE_TEXT
-    held = texts.open(CONSTRAINED_TEXT, greedy=True)
+    accepted = texts.open(CONSTRAINED_TEXT, greedy=True)
     for _ in range(20):
-        texts.observe(held, "eagle3", DEPTH, DEPTH)
-    assert held.kind == CONSTRAINED_TEXT
+        texts.observe(accepted, "eagle3", DEPTH, DEPTH)
+    assert accepted.kind == CONSTRAINED_TEXT
 
 
 def test_unseen_kind_uses_general_rates_until_observed() -> None:
@@ -76,7 +76,7 @@ def test_unseen_kind_uses_general_rates_until_observed() -> None:
 
 
 def test_first_rejections_are_not_counted_at_every_level() -> None:
-    """A server's first text is all that is known of its kind, and of everything; it must not be believed thrice."""
+    """A server's first text is all that is known of the text, its kind and all texts, but it must not count thrice."""
     estimates = Estimates()
     estimates.add_drafters([InProcessDrafter("draft", agreement=0.6)])
     texts = TextProfiles(estimates)
@@ -92,37 +92,37 @@ def test_first_rejections_are_not_counted_at_every_level() -> None:
 
 
 def test_kind_without_observations_is_not_assigned() -> None:
-    texts = learned()
+    texts = trained_profiles()
     text = texts.open(CODE_TEXT, greedy=True)
     for _ in range(20):
         texts.observe(text, "mtp", DEPTH, 2)
     assert text.kind != REPEATING_TEXT
 
 
-@pytest.mark.parametrize(("agreement", "held"), [(0.0, DEPTH), (1.0, 0), (1.0, DEPTH), (0.0, 0)])
-def test_rates_of_zero_and_one_accept_contrary_observations(agreement: float, held: int) -> None:
+@pytest.mark.parametrize(("agreement", "accepted"), [(0.0, DEPTH), (1.0, 0), (1.0, DEPTH), (0.0, 0)])
+def test_rates_of_zero_and_one_accept_contrary_observations(agreement: float, accepted: int) -> None:
     estimates = Estimates()
     estimates.add_drafters([InProcessDrafter("mtp", agreement=agreement)])
     texts = TextProfiles(estimates)
     text = texts.open(CODE_TEXT, greedy=True)
     for _ in range(40):
-        texts.observe(text, "mtp", DEPTH, held)
+        texts.observe(text, "mtp", DEPTH, accepted)
     again = texts.open(GENERAL_TEXT, greedy=True)
-    texts.observe(again, "mtp", DEPTH, held)
+    texts.observe(again, "mtp", DEPTH, accepted)
     assert 0 <= again.odds.acceptance_of("mtp").rate(0) <= 1
 
 
 def test_text_starts_with_the_rates_of_its_kind_and_learns_its_own() -> None:
     errors = []
     for seed in range(8):
-        texts, rng = learned(), random.Random(seed)
+        texts, rng = trained_profiles(), random.Random(seed)
         text = texts.open(CODE_TEXT, greedy=True)
         kind = texts.odds(CODE_TEXT, greedy=True).acceptance_of("mtp").rate(0)
         assert text.odds.acceptance_of("mtp").rate(0) == pytest.approx(1 - POLICY.optimism * (1 - kind))
-        accepted = [chain(rng, 0.6) for _ in range(20)]
-        for held in accepted:
-            texts.observe(text, "mtp", DEPTH, held)
-        share = sum(accepted) / sum(min(held + 1, DEPTH) for held in accepted)
+        counts = [chain(rng, 0.6) for _ in range(20)]
+        for accepted in counts:
+            texts.observe(text, "mtp", DEPTH, accepted)
+        share = sum(counts) / sum(min(accepted + 1, DEPTH) for accepted in counts)
         errors.append(abs(text.odds.acceptance_of("mtp").rate(0) - share))
     assert fmean(errors) < 0.12
 
@@ -133,22 +133,22 @@ def test_auto_is_near_the_best_of_each_kind_with_misleading_prompts() -> None:
 
 
 def test_first_tokens_shift_the_rates_of_all_positions() -> None:
-    """What its first tokens show is believed of the later ones, each place keeping its own odds."""
-    texts = learned()
+    """What is observed at the first position also shifts the rates of later ones, and each keeps its own odds."""
+    texts = trained_profiles()
     kind = texts.odds(CODE_TEXT, greedy=True)
     text = texts.open(CODE_TEXT, greedy=True)
     for _ in range(12):
         texts.observe(text, "eagle3", 1, 1)
-    moved, believed = text.odds.acceptance_of("eagle3"), kind.acceptance_of("eagle3")
-    assert all(believed.rate(place) < moved.rate(place) <= 1.0 for place in range(DEPTH))
+    own_rates, kind_rates = text.odds.acceptance_of("eagle3"), kind.acceptance_of("eagle3")
+    assert all(kind_rates.rate(place) < own_rates.rate(place) <= 1.0 for place in range(DEPTH))
     for _ in range(60):
         texts.observe(text, "eagle3", DEPTH, 0)
-    assert all(0.0 <= moved.rate(place) < believed.rate(place) for place in range(DEPTH))
+    assert all(0.0 <= own_rates.rate(place) < kind_rates.rate(place) for place in range(DEPTH))
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.2), (0.2, 0.9)])
 def test_long_text_that_becomes_harder_or_easier_is_followed(before: float, after: float) -> None:
-    texts, rng = learned(), random.Random(4)
+    texts, rng = trained_profiles(), random.Random(4)
     text = texts.open(GENERAL_TEXT, greedy=True)
     for chance, rounds in ((before, 1000), (after, 200)):
         for _ in range(rounds):
@@ -157,7 +157,7 @@ def test_long_text_that_becomes_harder_or_easier_is_followed(before: float, afte
 
 
 def test_a_cold_server_loses_little_in_its_first_requests() -> None:
-    """In arithmetic, so the same wherever it runs: 0.77 and 0.87 where rates of few rounds were believed."""
+    """The simulation is deterministic. It gave 0.77 and 0.87 when the rates of a few rounds were trusted."""
     best = {kind: best_of(kind) for kind in HOLDS}
     found = [cold(seed, best) for seed in range(3)]
     assert fmean(first for first, _ in found) > 0.83

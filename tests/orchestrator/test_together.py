@@ -35,8 +35,8 @@ from tests.honest import HonestWorkers
 REQUESTS = ("a", "b", "c")
 
 
-class Wires(HonestWorkers):
-    """A target and no drafter; keeps what is sent, to the target and to the front, in one order."""
+class RecordingWorkers(HonestWorkers):
+    """A target and no drafter. Records the messages to the target and the events to the front in one list."""
 
     target_context = 10_000
     target_abilities = Abilities()
@@ -57,17 +57,17 @@ class Wires(HonestWorkers):
         raise AssertionError("there is no drafter")
 
     def flush_and_yield(self) -> None:
-        self.sent.append("let go")
+        self.sent.append("flush")
 
 
-def under_way(max_tokens: int) -> tuple[Scheduler, Wires]:
-    """Three requests that were opened."""
-    wires = Wires()
-    scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), wires.sent.append, Trace(None))
+def open_requests(max_tokens: int) -> tuple[Scheduler, RecordingWorkers]:
+    """Returns a scheduler with three open requests, and its workers."""
+    workers = RecordingWorkers()
+    scheduler = Scheduler(workers, round_settings(4, 8, ngrams=False), workers.sent.append, Trace(None))
     for request in REQUESTS:
         scheduler.begin(Admit(request, (1, 2, 3), SamplingParams(max_tokens=max_tokens), "ar", frozenset()), 0)
-    wires.sent.clear()
-    return scheduler, wires
+    workers.sent.clear()
+    return scheduler, workers
 
 
 def outcome(request: str) -> Outcome:
@@ -75,26 +75,26 @@ def outcome(request: str) -> Outcome:
 
 
 def test_all_verifies_are_sent_before_any_committed_event() -> None:
-    scheduler, wires = under_way(9)
+    scheduler, workers = open_requests(9)
     scheduler.handle([("target-0", outcome(request)) for request in REQUESTS], 1)
-    kinds = [type(sent) if sent != "let go" else sent for sent in wires.sent]
-    assert kinds == [Verify] * 3 + ["let go"] + [Committed] * 3
-    assert [sent.request for sent in wires.sent if not isinstance(sent, str)] == [*REQUESTS, *REQUESTS]  # type: ignore[union-attr]
+    kinds = [type(sent) if sent != "flush" else sent for sent in workers.sent]
+    assert kinds == [Verify] * 3 + ["flush"] + [Committed] * 3
+    assert [sent.request for sent in workers.sent if not isinstance(sent, str)] == [*REQUESTS, *REQUESTS]  # type: ignore[union-attr]
 
 
 def test_duplicate_outcome_in_one_batch_counts_once() -> None:
     for max_tokens in (1, 9):
-        scheduler, wires = under_way(max_tokens)
+        scheduler, workers = open_requests(max_tokens)
         scheduler.handle([("target-0", outcome("a"))] * 2, 1)
-        assert [sent for sent in wires.sent if isinstance(sent, Committed)] == [Committed("a", (5,))]
+        assert [sent for sent in workers.sent if isinstance(sent, Committed)] == [Committed("a", (5,))]
         assert scheduler.stale == 1
-        ended = [sent.timings.predicted_n for sent in wires.sent if isinstance(sent, RequestEnded)]
+        ended = [sent.timings.predicted_n for sent in workers.sent if isinstance(sent, RequestEnded)]
         assert ended == ([1] if max_tokens == 1 else [])
-        assert (Close("a") in wires.sent) == (max_tokens == 1)
+        assert (Close("a") in workers.sent) == (max_tokens == 1)
 
 
 def test_queued_tokens_are_merged_without_reordering() -> None:
-    told: list[ToFront] = [
+    events: list[ToFront] = [
         RequestBegan("a", "ar"),
         Committed("a", (1,)),
         Committed("b", (7,)),
@@ -105,7 +105,7 @@ def test_queued_tokens_are_merged_without_reordering() -> None:
         RequestEnded("a", "eos", Timings()),
         Committed("b", (9,)),
     ]
-    assert merge_commits(told) == [
+    assert merge_commits(events) == [
         RequestBegan("a", "ar"), Committed("a", (1, 2, 3, 4)), Committed("b", (7,)), Progress("b", 1, 2),
         Committed("b", (8, 9)), RequestEnded("a", "eos", Timings()),
     ]  # fmt: skip
@@ -116,16 +116,17 @@ def test_merged_tokens_keep_logprobs_origins_and_rounds() -> None:
     rounds = tuple(RoundRecord(n, "none", "none", 0, 0, 1, Span(n, n)) for n in range(2))
     first = Committed("a", (1,), rows.part(0, 1), (Origin.TARGET,), rounds[:1])
     second = Committed("a", (2, 3), rows.part(1, 3), (Origin.COPIED, Origin.TARGET), rounds[1:])
-    (told,) = merge_commits([first, second])
-    assert isinstance(told, Committed) and told.tokens == (1, 2, 3) and told.logprobs is not None
-    assert told.logprobs.ids.tolist() == rows.ids.tolist() and told.logprobs.values.tolist() == rows.values.tolist()
-    assert told.origins == (Origin.TARGET, Origin.COPIED, Origin.TARGET) and told.rounds == rounds
+    (merged,) = merge_commits([first, second])
+    assert isinstance(merged, Committed) and merged.tokens == (1, 2, 3) and merged.logprobs is not None
+    assert merged.logprobs.ids.tolist() == rows.ids.tolist()
+    assert merged.logprobs.values.tolist() == rows.values.tolist()
+    assert merged.origins == (Origin.TARGET, Origin.COPIED, Origin.TARGET) and merged.rounds == rounds
 
 
 def test_plain_outcomes_in_one_batch_do_not_affect_time_estimates() -> None:
-    scheduler, wires = under_way(9)
+    scheduler, workers = open_requests(9)
     following = [replace(outcome("a"), round=n, base_len=3 + n, next_proposal=DraftTokens()) for n in (1, 2)]
     scheduler.handle([("target-0", sent) for sent in (outcome("a"), *following)], 1)
-    assert [sent.tokens for sent in wires.sent if isinstance(sent, Committed)] == [(5,), (5,), (5,)]
+    assert [sent.tokens for sent in workers.sent if isinstance(sent, Committed)] == [(5,), (5,), (5,)]
     scheduler.begin(Admit("d", (1, 2, 3), SamplingParams(), "auto", frozenset()), 1)
-    assert wires.sent[-1] == RequestBegan("d", "auto")
+    assert workers.sent[-1] == RequestBegan("d", "auto")

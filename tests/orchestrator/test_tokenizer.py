@@ -53,7 +53,7 @@ SPACES = ["hello", " hello", "  hello", "x<s> hello", "x</s>hello", "\nhe", " ",
     ],
 )
 def test_leading_spaces_match_transformers(model_folder, layout, config):
-    """A family's own class there makes its tokenizer anew and takes no more than the vocabulary from the file."""
+    """In transformers, a family's tokenizer class may build a new tokenizer with only the vocabulary of the file."""
     from transformers import AutoTokenizer
 
     byte_fallback(BYTE_FALLBACK[layout]).save(str(model_folder / "tokenizer.json"))
@@ -66,16 +66,18 @@ def test_leading_spaces_match_transformers(model_folder, layout, config):
 
 
 def test_tokenizer_refused_by_transformers_is_read_from_its_file(model_folder):
-    mine = byte_fallback(BYTE_FALLBACK["llama"])
-    mine.save(str(model_folder / "tokenizer.json"))
+    tokenizer = byte_fallback(BYTE_FALLBACK["llama"])
+    tokenizer.save(str(model_folder / "tokenizer.json"))
     change(model_folder, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Slow", "own.Fast"]})
     change(model_folder, "config.json", model_type="unheard_of")
-    assert load_codec(find_model(str(model_folder))).encode(" hello", special=False) == tuple(mine.encode(" hello").ids)
+    assert load_codec(find_model(str(model_folder))).encode(" hello", special=False) == tuple(
+        tokenizer.encode(" hello").ids
+    )
 
 
 @pytest.mark.parametrize("place", ["added_tokens_decoder", "added_tokens.json", "eos_token"])
 def test_tokens_that_tokenizer_json_lacks_are_added_as_by_transformers(model_folder, place):
-    """A prompt had such a token spelled in pieces, and a text left it out or did not end at it."""
+    """Otherwise such a token would be split in a prompt, and a text would not show it or not end at it."""
     from transformers import AutoTokenizer
 
     if place == "added_tokens_decoder":
@@ -92,7 +94,7 @@ def test_tokens_that_tokenizer_json_lacks_are_added_as_by_transformers(model_fol
 
 
 def test_text_that_the_tokenizer_refuses_ends_only_its_request(model_folder):
-    """The error of the tokenizers library has no class of its own, and ended the server."""
+    """The tokenizers library raises a plain Exception, which must not end the server."""
     Tokenizer(models.WordPiece({"he": 0}, unk_token="[UNK]")).save(str(model_folder / "tokenizer.json"))
     (model_folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     codec = load_codec(find_model(str(model_folder)))
@@ -122,7 +124,7 @@ def test_end_tokens_come_from_generation_config_config_and_tokenizer(model_folde
     change(model_folder, "generation_config.json", eos_token_id=7)
     assert ends() == {0, 7}, "generation_config.json takes config.json's place, as in mlx-lm"
     change(model_folder, "generation_config.json", eos_token_id=[8, -1, 2**31, True])
-    assert ends() == {0, 8}, "no message can have other numbers, so the server ended at the first request"
+    assert ends() == {0, 8}, "other numbers can't be sent in messages"
     change(model_folder, "generation_config.json", eos_token_id=-1)
     assert ends() == {0, 5, 6}
 
@@ -141,7 +143,7 @@ def test_recommended_sampling_is_read_except_for_values_out_of_range(model_folde
 
 
 def test_a_model_that_is_to_sample_has_the_temperature_of_transformers(model_folder):
-    """Gemma 3 and gpt-oss, which name none, were greedy by default."""
+    """Gemma 3 and gpt-oss name no temperature, but are not meant to be greedy."""
     change(model_folder, "generation_config.json", do_sample=True, top_k=64, repetition_penalty=1.05)
     recommended = {"temp": 1.0, "top_k": 64, "repetition_penalty": 1.05}
     assert read_default_sampling(model_folder) == recommended
@@ -187,16 +189,16 @@ def test_text_that_is_not_unicode_is_refused(model_folder):
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized():
-    """The rounds and every stream are such threads: seconds of a long prompt would be theirs, too."""
+    """Rounds and streams run in such threads. Otherwise they would pause for seconds for a long prompt."""
     codec = load_codec(find_model(str(TINY_TARGET)))
     text = "def fibonacci(n):\n    return n\n" * 6000
     inside, ended, seen = threading.Event(), threading.Event(), []
 
-    def look():
+    def watch():
         inside.wait()
         seen.append(not ended.is_set())
 
-    watching = threading.Thread(target=look)
+    watching = threading.Thread(target=watch)
     watching.start()
     inside.set()
     tokens = codec.encode(text, special=False)

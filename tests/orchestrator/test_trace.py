@@ -16,20 +16,20 @@ def test_trace_drops_events_past_its_limit_and_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(metrics, "MAX_TRACE_EVENTS", 5)
-    written = Trace(tmp_path / "trace.json")
+    trace = Trace(tmp_path / "trace.json")
     for number in range(20):
-        written.add("target", f"verify {number}", Span(number, number))
-    written.close()
-    told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [event["name"] for event in told if event["ph"] == "X"] == [f"verify {number}" for number in range(5)]
+        trace.add("target", f"verify {number}", Span(number, number))
+    trace.close()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events if event["ph"] == "X"] == [f"verify {number}" for number in range(5)]
     assert caplog.text.count("later events are left out") == 1
 
 
 def test_trace_is_written_while_the_server_runs(tmp_path: Path) -> None:
     path, events = tmp_path / "trace.json", 20_000
-    written = Trace(path)
+    trace = Trace(path)
     for number in range(events):
-        written.add("target", f"verify {number}", Span(number, number))
-    assert path.stat().st_size > 50 * events  # the end has little left to write
-    written.close()
+        trace.add("target", f"verify {number}", Span(number, number))
+    assert path.stat().st_size > 50 * events  # little is left to write at the end
+    trace.close()
     assert len(json.loads(path.read_text())["traceEvents"]) == events + 2  # the names of a process and its track

@@ -1,4 +1,4 @@
-"""The best tree of all proposals: the likeliest nodes, as many as pay, in the order of the likeliest branch."""
+"""The best tree of several proposals contains their likeliest nodes, as many as pay."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ from outrider.protocol.schema import Origin
 from outrider.protocol.trees import token_paths, tree_fault
 from tests.orchestrator.test_copies import estimates
 
-FREE = (0.0,) * 40
-
 
 def flat(rows: int) -> float:
     return 1.0 + 0.01 * (rows - 1)
 
 
 def steep(rows: int) -> float:
-    """An M3 Ultra with 4-bit weights."""
+    """The relative cost of rows on an M3 Ultra with 4-bit weights."""
     return {1: 1.0, 2: 1.83, 3: 2.6, 4: 3.26}.get(rows, 3.26 + 0.71 * (rows - 4))
 
 
-def drafted(*odds: float) -> DraftTrie:
+def make_trie(*odds: float) -> DraftTrie:
     drafts = DraftTrie()
     drafts.add(range(10, 10 + len(odds)), odds, Origin.PREPARED)
     return drafts
@@ -49,33 +47,33 @@ def parents(drafts: DraftTrie, nodes: Sequence[int]) -> list[int]:
 
 
 def expected_tokens(drafts: DraftTrie, nodes: Sequence[int]) -> float:
-    """The expected tokens of a round, the bonus token included."""
+    """Returns the expected tokens of a round, including the bonus token."""
     masses = drafts.masses()
     return 1.0 + sum(masses[node] for node in nodes)
 
 
 def test_single_chain_grows_into_a_chain() -> None:
-    drafts = drafted(0.9, 0.8, 0.7)
+    drafts = make_trie(0.9, 0.8, 0.7)
     assert drafts.best(flat) == [0, 1, 2]
     assert expected_tokens(drafts, [0, 1, 2]) == pytest.approx(1 + 0.9 + 0.72 + 0.504)
     assert drafts.by == [Origin.PREPARED] * 3
 
 
 def test_rows_that_do_not_pay_are_left_out() -> None:
-    assert drafted(0.9, 0.8, 0.7).best(steep) == [0]
-    assert drafted(0.7, 0.5).best(steep) == []
-    assert drafted(0.9, 0.8, 0.05).best(flat, worth=6.0) == [0, 1]
+    assert make_trie(0.9, 0.8, 0.7).best(steep) == [0]
+    assert make_trie(0.7, 0.5).best(steep) == []
+    assert make_trie(0.9, 0.8, 0.05).best(flat, worth=6.0) == [0, 1]
 
 
 def test_tree_fills_the_rows_up_to_a_cost_step() -> None:
-    """Where rows cost nothing up to the next tile a tree fills the tile."""
-    drafts = drafted(0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
+    """If more rows cost nothing up to the end of a tile of rows, a tree fills the tile."""
+    drafts = make_trie(0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
     assert len(drafts.best(lambda rows: 1.0 if rows <= 4 else 4.0)) == 3
     assert len(drafts.best(lambda rows: 1.0 if rows <= 8 else 4.0)) == 7
 
 
 def test_shared_prefixes_are_merged_and_the_rest_branches() -> None:
-    drafts = drafted(0.6, 0.7, 0.7)
+    drafts = make_trie(0.6, 0.7, 0.7)
     drafts.add((10, 5, 6), (0.3, 0.25, 0.9), Origin.COPIED)
     drafts.add((4,), (0.35,), Origin.GUESSED)
     nodes = drafts.best(flat)
@@ -86,14 +84,14 @@ def test_shared_prefixes_are_merged_and_the_rest_branches() -> None:
 
 
 def test_exclusive_tokens_add_at_most_one_expected_token() -> None:
-    drafts = drafted(0.8)
+    drafts = make_trie(0.8)
     drafts.add((5,), (0.8,), Origin.COPIED)
     assert expected_tokens(drafts, drafts.best(flat)) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_grown_tree_is_the_best_of_its_size(seed: int) -> None:
-    """Against every tree that there is."""
+    """Compared with all trees of each size."""
     draws, drafts = random.Random(seed), DraftTrie()
     for _ in range(3):
         chain = [draws.randrange(3) for _ in range(3)]
@@ -132,9 +130,9 @@ def test_merged_is_none_if_proposals_agree_or_rows_are_costly() -> None:
     ngrams = NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
     assert merge_into_tree(estimates(), ngrams, hit(3, 4, 5), (), max_chain_tokens=50) is None
     assert merge_into_tree(estimates(), ngrams, hit(), (), max_chain_tokens=50) is None
-    dear = estimates(row_ms=9.0, drafted=1)
-    assert merge_into_tree(dear, ngrams, hit(8), (), max_chain_tokens=50) is None
-    assert min_alternative_prob(dear, True) == 1.0 and min_alternative_prob(estimates(), False) == 1.0
+    costly = estimates(row_ms=9.0, drafted=1)
+    assert merge_into_tree(costly, ngrams, hit(8), (), max_chain_tokens=50) is None
+    assert min_alternative_prob(costly, True) == 1.0 and min_alternative_prob(estimates(), False) == 1.0
     assert 0.0 < min_alternative_prob(estimates(row_ms=0.1), True) < 0.3
 
 
@@ -143,7 +141,7 @@ def test_alternatives_of_the_drafter_are_added_beside_its_tokens() -> None:
     found = merge_into_tree(estimates(), NgramIndex(), hit(3, 4), (), max_chain_tokens=50, alternatives=beside)
     assert found is not None and Origin.GUESSED in found.by
     assert [7] in token_paths(found.chain, found.parents) and [3, 8] in token_paths(found.chain, found.parents)
-    assert 6 not in found.chain, "what it stood behind was cut off"
+    assert 6 not in found.chain, "the node before it was cut off"
 
 
 def test_alternative_after_a_cut_chain_fits_the_remaining_room() -> None:

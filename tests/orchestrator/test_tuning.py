@@ -74,7 +74,7 @@ def test_unwritable_folder_raises_invalid_request(tmp_path: Path) -> None:
         tuning.save(RECORD, tmp_path / "file" / "tuning.json")
 
 
-def test_what_decides_the_costs_has_its_own_path() -> None:
+def test_settings_that_change_the_costs_have_their_own_path() -> None:
     given: dict[str, Any] = {"model": "a", "draft_model": "b"}
     changes: list[dict[str, Any]] = [
         {}, {"draft_model": "c"}, {"threads": 2}, {"cpu_kernels": "mlx"}, {"draft_device": "cpu"},

@@ -33,7 +33,7 @@ def test_identical_vocabularies_have_no_difference(codec):
     [
         WORDS,
         [*WORDS, "<|reserved_special_token_7|>", "<unused3>", "[PAD]"],
-        [*WORDS, "[PAD4]", "[PAD5]"],  # by llama.cpp, as many as the model has embeddings without a token
+        [*WORDS, "[PAD4]", "[PAD5]"],  # llama.cpp adds one for each embedding without a token
         [*WORDS[:3], "<|reserved_special_token_0|>"],
         [*WORDS[:3], "<SPECIAL_32>"],  # [ARGS] in later models of Mistral's
         [*WORDS[:3], "<\uff5cplace▁holder▁no▁798\uff5c>"],  # <think> in DeepSeek's R1
@@ -59,12 +59,12 @@ def test_different_vocabularies_are_refused_with_the_difference(with_words, draf
 
 
 def test_fingerprint_depends_on_ordinary_tokens_only(with_words):
-    """Of one family it is one: there only names in brackets differ."""
+    """Models of one family, whose vocabularies differ only in names in brackets, have the same fingerprint."""
     ours = vocabulary_digest(with_words(WORDS))
     for family in ([*WORDS, "<|reserved_3|>", "[PAD]"], [*WORDS[:3], "<|eom|>"]):
         assert vocabulary_digest(with_words(family)) == ours
-    for stranger in (["a", "c", "b", "<|end|>"], [*WORDS, "d"], ["a", "b", None, "<|end|>"]):
-        assert vocabulary_digest(with_words(stranger)) != ours
+    for other in (["a", "c", "b", "<|end|>"], [*WORDS, "d"], ["a", "b", None, "<|end|>"]):
+        assert vocabulary_digest(with_words(other)) != ours
 
 
 def test_vocabulary_error_names_both_models(with_words):

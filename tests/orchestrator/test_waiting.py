@@ -34,9 +34,9 @@ def test_dropped_item_is_not_served():
 
 
 def test_users_of_one_gateway_share_its_turns():
-    """A gate's users take turns among themselves, and all of them with whoever asks alone."""
+    """The users of a gateway take turns among themselves, and the gateway takes turns with other clients."""
     queue = FairQueue()
-    for whose, item in (
+    for client, item in (
         ((b"gate", b"x"), "x1"),
         ((b"gate", b"x"), "x2"),
         ((b"gate", b"y"), "y1"),
@@ -44,7 +44,7 @@ def test_users_of_one_gateway_share_its_turns():
         ((b"alone",), "a2"),
         ((b"gate", b"y"), "y2"),
     ):
-        queue.put(whose, item)
+        queue.put(client, item)
     assert queue.peek() == "x1" and len(queue) == 6
     assert queue.drop((b"gate", b"y"), "y2") and not queue.drop((b"gate", b"z"), "y2")
     assert drain(queue) == ["x1", "a1", "y1", "a2", "x2"]

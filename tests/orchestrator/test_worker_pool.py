@@ -1,4 +1,4 @@
-"""Workers that are accepted, refused, frozen or lost; over real sockets."""
+"""Workers that are accepted, refused, frozen, lost or restarted; over real sockets, with fake processes."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ WAIT_MS = 200_000
 LIKELY_CAUSE = system.likely_cause
 
 
-class Spawned:
-    """A process that this cluster started, as far as the pool knows."""
+class FakeProcess:
+    """A process that the pool believes to have started."""
 
     pid = 1
 
@@ -87,7 +87,7 @@ class Spawned:
         return 0
 
 
-class Counted(zmq.Socket[bytes]):
+class CountingSocket(zmq.Socket[bytes]):
     """Counts the messages that it has `sent`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -100,48 +100,51 @@ class Counted(zmq.Socket[bytes]):
 
 
 class Peer:
-    """A process on the workers' socket, with the routing id of `incarnation` unless it takes another."""
+    """A process on the workers' socket, with the routing id of `incarnation` unless `identity` is another."""
 
     def __init__(self, harness: PoolHarness, role: str, incarnation: int, identity: bytes | None = None) -> None:
         self.harness, self.role, self.incarnation, self.kv = harness, role, incarnation, KvCost()
-        self.hot = harness.dealer(identity or routing_id(incarnation))
-        self.beat = harness.dealer(heartbeat_id(identity or routing_id(incarnation)))
+        self.socket = harness.dealer(identity or routing_id(incarnation))
+        self.heartbeat = harness.dealer(heartbeat_id(identity or routing_id(incarnation)))
 
-    def say(self, message: Message) -> None:
-        self.hot.send_multipart(encode(message))
+    def send(self, message: Message) -> None:
+        self.socket.send_multipart(encode(message))
 
     def hello(
         self, name: str = "", model: str = "m", context: int = 100, files: str = "", features: str = ""
     ) -> Message:
-        who = (self.role, name, self.incarnation, 1, "mlx", model, 10, context, 1, 1000)
-        self.say(Hello(*who, kv=self.kv, files=files, features=features))
-        return self.hear()
+        fields = (self.role, name, self.incarnation, 1, "mlx", model, 10, context, 1, 1000)
+        self.send(Hello(*fields, kv=self.kv, files=files, features=features))
+        return self.receive()
 
-    def hear(self) -> Message:
+    def receive(self) -> Message:
         deadline = time.monotonic() + WAIT_MS / 1000
-        while not self.hot.poll(5):
+        while not self.socket.poll(5):
             self.harness.listen()
-            assert time.monotonic() < deadline, "nothing came"
-        return decode(self.hot.recv_multipart())
+            assert time.monotonic() < deadline, "no message arrived"
+        return decode(self.socket.recv_multipart())
 
-    def hear_farewell(self) -> Shutdown:
-        while not isinstance(message := self.hear(), Shutdown):
+    def receive_shutdown(self) -> Shutdown:
+        while not isinstance(message := self.receive(), Shutdown):
             pass
         return message
 
-    def heard(self) -> list[Message]:
-        """What is there, where nothing should be."""
-        return [decode(self.hot.recv_multipart()) for _ in iter(lambda: self.hot.poll(50), 0)]
+    def drain(self) -> list[Message]:
+        """Returns all messages that arrive within 50 ms of each other, for tests that none arrives."""
+        return [decode(self.socket.recv_multipart()) for _ in iter(lambda: self.socket.poll(50), 0)]
 
     def answer(self, progress: int = 0, expected_ms: int = 0, ahead_ns: int | None = None) -> None:
-        """Answers pings up to the latest, and waits until the pool has heard it. `ahead_ns`: its clock, if it tells."""
+        """Answers all pings, and waits until the pool has received the answers.
+
+        `ahead_ns`: how far this peer's clock is ahead; None if it does not send its time.
+        """
         latest, serial = self.harness.pool._ping_serial, 0
         while serial < latest:
-            ping = decode(self.beat.recv_multipart())
+            ping = decode(self.heartbeat.recv_multipart())
             assert isinstance(ping, Ping)
             serial = ping.serial
             clock_ns = 0 if ahead_ns is None else clock.now() + ahead_ns
-            self.beat.send_multipart(encode(Pong(serial, progress, expected_ms, clock_ns)))
+            self.heartbeat.send_multipart(encode(Pong(serial, progress, expected_ms, clock_ns)))
         worker = self.harness.pool._registry.at(routing_id(self.incarnation))
         while worker is not None and worker.heartbeat.unanswered:
             assert self.harness.pool.socket.poll(WAIT_MS)
@@ -149,47 +152,47 @@ class Peer:
 
 
 def welcome(name: str) -> Welcome:
-    """What a cluster with the default of patience says."""
+    """Returns the answer of a cluster with the default `worker_timeout`."""
     return Welcome(name, ping_ms=250)
 
 
 class PoolHarness:
-    """A pool whose processes are played, and its clock."""
+    """A worker pool with fake processes and a fake clock."""
 
     def __init__(self, directory: Path, settings: ServeSettings) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.pool = WorkerPool(self.context, settings, directory)
         self.read, self._received = 0, self.pool.router.receive_waiting
         self.pool.router.receive_waiting = self._receive  # type: ignore[method-assign]
-        self.dealers: list[Counted] = []
-        self.said: list[tuple[str, Message]] = []
-        self.spawned: dict[str, tuple[int, Spawned]] = {}
+        self.dealers: list[CountingSocket] = []
+        self.received: list[tuple[str, Message]] = []
+        self.spawned: dict[str, tuple[int, FakeProcess]] = {}
         self.starts: list[str] = []
         self.arrived: list[str] = []
-        self.refuses = False
+        self.fails_to_start = False
         self.seconds = 0.0
 
     def spawn(self, role: str, name: str, endpoint: str, settings: object, run_dir: object, incarnation: int) -> Any:
-        if self.refuses:
+        if self.fails_to_start:
             raise WorkerError("no process can be started")
         self.starts.append(name)
-        self.spawned[name] = (incarnation, Spawned())
+        self.spawned[name] = (incarnation, FakeProcess())
         return self.spawned[name][1]
 
     def dealer(self, identity: bytes) -> zmq.Socket[bytes]:
-        socket = self.context.socket(zmq.DEALER, socket_class=Counted)
+        socket = self.context.socket(zmq.DEALER, socket_class=CountingSocket)
         socket.setsockopt(zmq.IDENTITY, identity)
         socket.connect(self.pool.endpoint)
         self.dealers.append(socket)
         return socket
 
     def listen(self) -> None:
-        self.said += self.pool.receive()
+        self.received += self.pool.receive()
 
     def settle(self) -> None:
-        """Until all has come that was said."""
+        """Waits until the pool has received all messages that peers have sent."""
         while self.read < sum(dealer.sent for dealer in self.dealers):
-            assert self.pool.socket.poll(WAIT_MS), "what was said has not come"
+            assert self.pool.socket.poll(WAIT_MS), "a message that was sent has not arrived"
             self.listen()
 
     def _receive(self) -> Iterator[Any]:
@@ -198,7 +201,7 @@ class PoolHarness:
             yield one
 
     def worker(self, name: str, kv: KvCost | None = None) -> Peer:
-        """The process that was spawned by this name, ready."""
+        """Returns the peer of the process that was spawned with this name, which has become ready."""
         peer = Peer(self, name.partition("-")[0], self.spawned[name][0])
         peer.kv = kv or peer.kv
         assert peer.hello(name) == Welcome(name, round(1000 * self.pool.ping_interval_s))
@@ -215,14 +218,16 @@ class PoolHarness:
         self.arrived += [worker.name for worker in self.pool.arrivals()]
         return self.pool.losses(int(self.seconds * SECOND_NS))
 
-    def pass_time(self, pings: int, *answering: Peer, moving: bool = True, expected_ms: int = 0) -> list[WorkerLoss]:
-        """Ping after ping, a second apart; who answers, answers each."""
+    def pass_time(
+        self, pings: int, *answering: Peer, with_progress: bool = True, expected_ms: int = 0
+    ) -> list[WorkerLoss]:
+        """Sends pings a second apart, which the `answering` peers answer. Returns the losses."""
         losses: list[WorkerLoss] = []
         for _ in range(pings):
             self.seconds += 1
             self.pool.ping(int(self.seconds * SECOND_NS))
             for peer in answering:
-                peer.answer(int(self.seconds) if moving else 0, expected_ms)
+                peer.answer(int(self.seconds) if with_progress else 0, expected_ms)
             losses += self.losses()
         return losses
 
@@ -239,7 +244,7 @@ def make_harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pool
         directory = stack.enter_context(PrivateDirectory())
         harnesses.append(PoolHarness(directory.path, ServeSettings(**settings)))
         monkeypatch.setattr(supervisor, "spawn_worker", harnesses[-1].spawn)
-        # Whatever limits the tests run under.
+        # The tests themselves may run under limits.
         monkeypatch.setattr(system, "likely_cause", lambda code, log_tail="": "")
         harnesses[-1].pool.start()
         return harnesses[-1]
@@ -255,7 +260,7 @@ def harness(make_harness: Callable[..., PoolHarness]) -> PoolHarness:
     return make_harness()
 
 
-# --- places -------------------------------------------------------------------------------------------------------
+# --- joining ------------------------------------------------------------------------------------------------------
 
 
 def test_a_cluster_is_ready_with_the_workers_it_started(harness: PoolHarness) -> None:
@@ -267,7 +272,7 @@ def test_a_cluster_is_ready_with_the_workers_it_started(harness: PoolHarness) ->
 
 def test_cluster_starts_without_a_draft_model_that_cannot_draft(harness: PoolHarness) -> None:
     draft = Peer(harness, "draft", harness.spawned["draft-0"][0])
-    draft.say(Fault(None, "a llama4 model can't draft", dispensable=True))
+    draft.send(Fault(None, "a llama4 model can't draft", dispensable=True))
     harness.settle()
     assert not harness.ready
     harness.worker("target-0")
@@ -276,17 +281,17 @@ def test_cluster_starts_without_a_draft_model_that_cannot_draft(harness: PoolHar
     assert harness.pool.notes() == ["no draft model: a llama4 model can't draft"]
 
 
-def test_notes_say_what_the_drafter_runs_instead_of(harness: PoolHarness) -> None:
+def test_notes_name_what_the_drafter_left_out(harness: PoolHarness) -> None:
     harness.worker("target-0")
     draft = Peer(harness, "draft", harness.spawned["draft-0"][0])
     other = Abilities(left_out=("prompts are read by MLX: no Core ML",))
-    draft.say(Hello("draft", "draft-0", draft.incarnation, 1, "mlx", "m", 10, 9, 1, 1, abilities=other))
+    draft.send(Hello("draft", "draft-0", draft.incarnation, 1, "mlx", "m", 10, 9, 1, 1, abilities=other))
     harness.settle()
     assert harness.pool.notes() == ["prompts are read by MLX: no Core ML"]
 
 
 def test_any_other_fault_at_the_start_is_fatal(harness: PoolHarness) -> None:
-    Peer(harness, "draft", harness.spawned["draft-0"][0]).say(Fault(None, "no model at /x"))
+    Peer(harness, "draft", harness.spawned["draft-0"][0]).send(Fault(None, "no model at /x"))
     harness.settle()
     harness.spawned["draft-0"][1].code = 3
     assert [(loss.why, loss.fatal) for loss in harness.losses()] == [("no model at /x", True)]
@@ -296,8 +301,8 @@ def test_target_abilities_are_read_from_its_hello(harness: PoolHarness) -> None:
     assert harness.pool.target_abilities == Abilities() and harness.pool.notes() == []
     target = Peer(harness, "target", harness.spawned["target-0"][0])
     able = Abilities(chains=False, why="it decodes token by token")
-    target.say(Hello("target", "target-0", target.incarnation, 1, "mlx", "m", 10, 9, 1, 1, abilities=able))
-    assert target.hear() == welcome("target-0")
+    target.send(Hello("target", "target-0", target.incarnation, 1, "mlx", "m", 10, 9, 1, 1, abilities=able))
+    assert target.receive() == welcome("target-0")
     assert harness.pool.target_abilities == able
     assert harness.pool.notes() == ["speculation is off: it decodes token by token"]
 
@@ -310,14 +315,14 @@ def test_stranger_with_the_name_of_a_worker_is_refused(harness: PoolHarness) -> 
         refusal = stranger.hello(name, model="another", context=5)
         assert isinstance(refusal, Shutdown)
         assert ("accepts no other" if role == "target" else f"the name {name} is taken") in refusal.reason
-        stranger.say(Resync("r", 0))
+        stranger.send(Resync("r", 0))
     harness.settle()
-    assert harness.said == [] and harness.pool.rejected == 8
+    assert harness.received == [] and harness.pool.rejected == 8
     assert harness.pool.target_context == 100 and harness.states() == {"target-0": "ready", "draft-0": "ready"}
     harness.pool.send_target(Close("a"))
     harness.pool.send_worker("draft-0", Close("b"))
     harness.pool.flush()
-    assert (target.hear(), draft.hear()) == (Close("a"), Close("b"))
+    assert (target.receive(), draft.receive()) == (Close("a"), Close("b"))
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -325,40 +330,40 @@ def test_peer_with_a_worker_name_as_routing_id_changes_nothing(harness: PoolHarn
     if not early:
         harness.worker("target-0")
     stray = Peer(harness, "target", 5, identity=b"target-0")
-    stray.say(Loading("taking over"))
-    stray.say(Fault(None, "I am broken"))
-    stray.beat.send_multipart(encode(Pong(0, 1)))
+    stray.send(Loading("taking over"))
+    stray.send(Fault(None, "I am broken"))
+    stray.heartbeat.send_multipart(encode(Pong(0, 1)))
     assert isinstance(stray.hello("target-0"), Shutdown)
     target = harness.worker("target-0") if early else None
     harness.pool.send_target(Close("r"))
     harness.pool.flush()
-    assert harness.pool.stage == "" and harness.losses() == [] and stray.heard() == []
-    assert target is None or target.hear() == Close("r")
+    assert harness.pool.stage == "" and harness.losses() == [] and stray.drain() == []
+    assert target is None or target.receive() == Close("r")
 
 
-def test_taken_place_is_not_given_to_a_peer_with_its_incarnation(harness: PoolHarness) -> None:
+def test_second_peer_with_the_incarnation_of_a_worker_is_ignored(harness: PoolHarness) -> None:
     target = harness.worker("target-0")
     thief = Peer(harness, "target", harness.spawned["target-0"][0])
-    thief.say(Hello("target", "target-0", thief.incarnation, 1, "mlx", "another", 10, 5, 1, 1))
-    thief.say(Resync("r", 0))
+    thief.send(Hello("target", "target-0", thief.incarnation, 1, "mlx", "another", 10, 5, 1, 1))
+    thief.send(Resync("r", 0))
     assert not harness.pool.socket.poll(100)
     harness.pool.send_target(Close("r"))
     harness.pool.flush()
-    assert target.hear() == Close("r") and thief.heard() == []
-    assert harness.said == [] and harness.pool.target_context == 100
+    assert target.receive() == Close("r") and thief.drain() == []
+    assert harness.received == [] and harness.pool.target_context == 100
 
 
 def test_repeated_hello_changes_nothing(harness: PoolHarness) -> None:
     target = harness.worker("target-0")
-    target.say(Hello("target", "target-0", target.incarnation, 1, "mlx", "another", 10, 5, 1, 1))
+    target.send(Hello("target", "target-0", target.incarnation, 1, "mlx", "another", 10, 5, 1, 1))
     harness.settle()
-    assert target.heard() == [] and harness.pool.target_context == 100 and harness.pool.rejected == 1
+    assert target.drain() == [] and harness.pool.target_context == 100 and harness.pool.rejected == 1
 
 
 def test_awaited_target_joins_and_rejoins_with_the_same_files(
     make_harness: Callable[..., PoolHarness], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the same files only, one at a time, and as the same model; the place keeps what it takes in between."""
+    """Only a target with the same files is accepted, only one at a time, and only with the same model as before."""
     (tmp_path / "config.json").write_text("{}")
     files = model_digest(tmp_path)
     harness = make_harness(await_target=True, model=str(tmp_path), draft_backend="ngram")
@@ -429,8 +434,8 @@ def test_number_of_workers_is_limited(harness: PoolHarness) -> None:
 
 def test_messages_before_hello_concern_only_their_worker(harness: PoolHarness) -> None:
     target = Peer(harness, "target", harness.spawned["target-0"][0])
-    target.say(Loading("reading weights"))
-    target.say(Fault(None, "no such file"))
+    target.send(Loading("reading weights"))
+    target.send(Fault(None, "no such file"))
     harness.settle()
     assert harness.pool.stage == "target: reading weights" and harness.pool.status_changed
     harness.spawned["target-0"][1].code = 3
@@ -477,10 +482,10 @@ def test_worker_silent_too_long_is_killed_and_its_messages_dropped(harness: Pool
     losses = harness.pass_time(LOST_AFTER_PINGS, *(peer for each, peer in peers.items() if each != name))
     assert losses[-1].worker.name == name and "has not answered for 10 s" in losses[-1].why
     assert harness.states()[name] == "restarting" and peers_process.killed
-    peers[name].say(Resync("r", 0))
+    peers[name].send(Resync("r", 0))
     peers[name].answer()
     harness.settle()
-    assert harness.said == [] and harness.states()[name] == "restarting"
+    assert harness.received == [] and harness.states()[name] == "restarting"
 
 
 PINGS_A_SECOND = LOST_AFTER_PINGS // 10
@@ -495,7 +500,7 @@ def test_worker_without_progress_is_lost_after_ten_times_its_expected_time(
     harness: PoolHarness, expected_s: float, limit_s: float
 ) -> None:
     target, limit = harness.worker("target-0"), int(limit_s * PINGS_A_SECOND)
-    how = {"moving": False, "expected_ms": int(1000 * expected_s)}
+    how = {"with_progress": False, "expected_ms": int(1000 * expected_s)}
     assert harness.pass_time(limit, target, **how) == []  # type: ignore[arg-type]
     losses = harness.pass_time(1, target, **how)  # type: ignore[arg-type]
     assert [loss.why for loss in losses] == [f"target worker target-0 has made no progress for {limit_s:.0f} s"]
@@ -504,12 +509,12 @@ def test_worker_without_progress_is_lost_after_ten_times_its_expected_time(
 def test_worker_with_progress_between_long_operations_is_kept(harness: PoolHarness) -> None:
     target = harness.worker("target-0")
     for _ in range(3):
-        assert harness.pass_time(9 * PINGS_A_SECOND, target, moving=False, expected_ms=20) == []
+        assert harness.pass_time(9 * PINGS_A_SECOND, target, with_progress=False, expected_ms=20) == []
         assert harness.pass_time(1, target, expected_ms=20) == []
 
 
 @pytest.mark.parametrize("load_s", [0.5, 3.0])
-def test_restart_may_take_ten_times_the_last_load_time_after_news(
+def test_restart_may_take_ten_times_the_last_load_time_after_each_message(
     harness: PoolHarness, monkeypatch: pytest.MonkeyPatch, load_s: float
 ) -> None:
     harness.worker("target-0")
@@ -522,7 +527,7 @@ def test_restart_may_take_ten_times_the_last_load_time_after_news(
     limit = int(max(load_s * MAX_STALL_RATIO, 10) * PINGS_A_SECOND)
     assert harness.pass_time(limit - 2) == []
     loading = Peer(harness, "target", harness.spawned["target-0"][0])
-    loading.say(Loading("reading weights"))
+    loading.send(Loading("reading weights"))
     harness.settle()
     assert harness.pass_time(limit - 1) == []
     assert "has made no progress while starting" in harness.pass_time(2)[0].why
@@ -554,7 +559,7 @@ def test_given_up_joined_drafter_is_notified_and_frees_its_name(harness: PoolHar
     drafter = Peer(harness, "draft", 9)
     assert drafter.hello("studio") == welcome("studio")
     assert harness.pass_time(LOST_AFTER_PINGS, target)[-1].worker.name == "studio"
-    assert "has not answered" in drafter.hear_farewell().reason
+    assert "has not answered" in drafter.receive_shutdown().reason
     assert Peer(harness, "draft", 10).hello("studio") == welcome("studio")
 
 
@@ -562,14 +567,14 @@ def test_joined_drafter_that_reports_its_end_is_lost_at_once_and_frees_its_name(
     harness.worker("target-0")
     drafter = Peer(harness, "draft", 9)
     assert drafter.hello("studio") == welcome("studio")
-    drafter.say(Fault(None, "it was stopped"))
+    drafter.send(Fault(None, "it was stopped"))
     while not (losses := harness.losses()):
         harness.listen()
     assert losses[0].gone and losses[0].why == "draft worker studio has left: 'it was stopped'"
     assert Peer(harness, "draft", 10).hello("studio") == welcome("studio")
 
 
-# --- who died and comes back ---------------------------------------------------------------------------------------
+# --- deaths and restarts -------------------------------------------------------------------------------------------
 
 
 def kill(harness: PoolHarness, name: str) -> list[WorkerLoss]:
@@ -640,14 +645,14 @@ def test_crash_under_a_memory_limit_names_the_limit(
         "ImportError: onnxruntime.so: failed to map segment from shared object",
     ],
 )
-def test_refused_memory_in_the_last_words_names_the_limit(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+def test_refused_memory_at_the_end_of_the_log_names_the_limit(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (512 << 20, 512 << 20))
     assert LIKELY_CAUSE(127, words) == "most likely out of memory (ulimit -v allows a process 0.5 GiB)"
     assert LIKELY_CAUSE(127, "no such file") == ""
 
 
 def test_worker_that_can_start_no_thread_names_the_limit(harness: PoolHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The traceback in its log is left out."""
+    """The error leaves out the traceback in its log."""
     monkeypatch.setattr(system, "likely_cause", LIKELY_CAUSE)
     monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     harness.worker("target-0")
@@ -665,11 +670,11 @@ def test_messages_to_a_loading_worker_are_not_kept(harness: PoolHarness) -> None
     kill(harness, "target-0")
     wait(harness, 0.25)
     loading = Peer(harness, "target", harness.spawned["target-0"][0])
-    loading.say(Loading("reading weights"))
+    loading.send(Loading("reading weights"))
     harness.settle()
     harness.pool.send_target(Close("r"))
     harness.pool.flush()
-    assert loading.heard() == []
+    assert loading.drain() == []
 
 
 def test_restart_delay_doubles_and_the_fifth_death_is_fatal(harness: PoolHarness) -> None:
@@ -693,7 +698,7 @@ def test_restart_delay_doubles_and_the_fifth_death_is_fatal(harness: PoolHarness
 def test_draft_and_prefill_workers_are_restarted_without_limit(
     make_harness: Callable[..., PoolHarness], monkeypatch: pytest.MonkeyPatch, role: str, code: int
 ) -> None:
-    """Whatever kills it, and before it has worked for a request; the wait between two starts has a bound."""
+    """However they die, and even before they have worked for a request. The delay between two starts is bounded."""
     harness, name = make_harness(prefill_workers=1), f"{role}-0"
     monkeypatch.setattr("outrider.protocol.clock.now", lambda: int(harness.seconds * SECOND_NS) + 1)
     for each in ("target-0", "draft-0", "prefill-0"):
@@ -712,11 +717,11 @@ def test_draft_and_prefill_workers_are_restarted_without_limit(
     assert harness.ready and harness.pool.notes() == []
 
 
-def load_fails(harness: PoolHarness, *, says: str, code: int = 3, times: int = 1) -> list[WorkerLoss]:
+def fail_loading(harness: PoolHarness, *, reason: str, code: int = 3, times: int = 1) -> list[WorkerLoss]:
     losses: list[WorkerLoss] = []
     for _ in range(times):
         wait(harness, 60)
-        Peer(harness, "draft", harness.spawned["draft-0"][0]).say(Fault(None, says))
+        Peer(harness, "draft", harness.spawned["draft-0"][0]).send(Fault(None, reason))
         harness.settle()
         harness.spawned["draft-0"][1].code = code
         losses += harness.losses()
@@ -727,9 +732,9 @@ def test_drafter_with_repeated_identical_load_failures_is_given_up(harness: Pool
     harness.worker("target-0")
     harness.worker("draft-0")
     kill(harness, "draft-0")
-    assert not any(loss.fatal for loss in load_fails(harness, says="no model at /x", times=4))
+    assert not any(loss.fatal for loss in fail_loading(harness, reason="no model at /x", times=4))
     assert harness.states()["draft-0"] == "restarting"
-    (last,) = load_fails(harness, says="no model at /x")
+    (last,) = fail_loading(harness, reason="no model at /x")
     assert not last.fatal and harness.states()["draft-0"] == "lost" and harness.pool.has_target()
     assert last.why == "no model at /x; it died 6 times in a row, and it is not started again"
     assert harness.pool.notes() == [f"no draft model: {last.why}"] and harness.ready
@@ -742,16 +747,16 @@ def test_killed_or_differing_load_failures_are_retried(harness: PoolHarness) -> 
     harness.worker("target-0")
     harness.worker("draft-0")
     kill(harness, "draft-0")
-    load_fails(harness, says="no memory", times=4)
-    load_fails(harness, says="no model at /x", times=4)
-    load_fails(harness, says="no model at /x", code=-9, times=8)
+    fail_loading(harness, reason="no memory", times=4)
+    fail_loading(harness, reason="no model at /x", times=4)
+    fail_loading(harness, reason="no model at /x", code=-9, times=8)
     assert harness.states()["draft-0"] == "restarting"
 
 
 def test_work_between_deaths_resets_the_death_count(harness: PoolHarness) -> None:
     target = harness.worker("target-0")
     for _ in range(12):
-        target.say(Outcome("r", 0, 0, 1, 0, 1, Span(0, 1)))
+        target.send(Outcome("r", 0, 0, 1, 0, 1, Span(0, 1)))
         harness.settle()
         assert [loss.fatal for loss in kill(harness, "target-0")] == [False]
         wait(harness, 0.25)
@@ -769,10 +774,10 @@ def test_a_minute_alive_resets_the_death_count(harness: PoolHarness, monkeypatch
 
 
 def test_failed_process_start_counts_as_a_death(harness: PoolHarness) -> None:
-    harness.worker("target-0").say(Outcome("r", 0, 0, 1, 0, 1, Span(0, 1)))
+    harness.worker("target-0").send(Outcome("r", 0, 0, 1, 0, 1, Span(0, 1)))
     harness.settle()
     kill(harness, "target-0")
-    harness.refuses = True
+    harness.fails_to_start = True
     losses = [loss for _ in range(6) for loss in wait(harness, 10)]
     assert [loss.fatal for loss in losses] == [False] * 3 + [True] and "no process can be started" in losses[-1].why
 
@@ -802,7 +807,7 @@ def test_restarted_worker_with_another_model_is_refused(harness: PoolHarness) ->
 @pytest.mark.parametrize("reads", ["head b at 1,2 of m", ""])
 @pytest.mark.parametrize("first", ["target-0", "draft-0"])
 def test_head_with_mismatched_target_features_is_refused(harness: PoolHarness, first: str, reads: str) -> None:
-    """Whoever of the two is ready first; one that reads none is not concerned."""
+    """Whichever of the two is ready first. A drafter that reads no features is accepted."""
     for name in (first, *{"target-0", "draft-0"} - {first}):
         role = name.removesuffix("-0")
         peer = Peer(harness, role, harness.spawned[name][0])
@@ -818,12 +823,12 @@ def test_head_with_mismatched_target_features_is_refused(harness: PoolHarness, f
 def test_dismissed_head_learns_the_reason_when_it_comes_back(harness: PoolHarness) -> None:
     target = Peer(harness, "target", harness.spawned["target-0"][0])
     target.hello("target-0", features="head a at 1,2 of m")
-    far = Peer(harness, "draft", 9)
-    assert far.hello("studio", features="head b at 1,2 of m") == welcome("studio")
+    remote = Peer(harness, "draft", 9)
+    assert remote.hello("studio", features="head b at 1,2 of m") == welcome("studio")
     [loss] = harness.losses()
-    assert "expected the same head" in loss.why and far.hear_farewell().reason == loss.why
-    assert harness.arrived == ["target-0"], "requests are not told of it"
-    again = far.hello("studio", features="head b at 1,2 of m")
+    assert "expected the same head" in loss.why and remote.receive_shutdown().reason == loss.why
+    assert harness.arrived == ["target-0"], "requests do not use it"
+    again = remote.hello("studio", features="head b at 1,2 of m")
     assert isinstance(again, Shutdown) and loss.why in again.reason
 
 
@@ -853,23 +858,23 @@ def invalid_counts(harness: PoolHarness, name: str) -> dict[str, int]:
 
 def test_joined_drafter_with_too_many_invalid_messages_is_dismissed(harness: PoolHarness) -> None:
     harness.worker("target-0")
-    liar = Peer(harness, "draft", 7)
-    assert liar.hello("studio") == welcome("studio")
+    invalid_peer = Peer(harness, "draft", 7)
+    assert invalid_peer.hello("studio") == welcome("studio")
     for _ in range(MAX_INVALID_MESSAGES - 1):
         harness.pool.record_invalid("studio", "vocabulary")
     assert harness.losses() == [] and "studio" in harness.pool.drafters()
-    liar.hot.send(b"\xc1 no message")
+    invalid_peer.socket.send(b"\xc1 no message")
     harness.settle()
     assert invalid_counts(harness, "studio") == {"vocabulary": MAX_INVALID_MESSAGES - 1, "frame": 1}
     [loss] = harness.losses()
     assert loss.gone and not loss.fatal and "tokens outside its own vocabulary (7)" in loss.why
     assert harness.pool.drafters() == set() and harness.losses() == []
-    assert liar.hear() == Shutdown(loss.why)
-    again = liar.hello("other")
+    assert invalid_peer.receive() == Shutdown(loss.why)
+    again = invalid_peer.hello("other")
     assert isinstance(again, Shutdown) and loss.why in again.reason
-    liar.say(Resync("r", 0))
+    invalid_peer.send(Resync("r", 0))
     harness.settle()
-    assert harness.said == []
+    assert harness.received == []
     assert Peer(harness, "draft", 8).hello("studio") == welcome("studio")
 
 
@@ -888,13 +893,13 @@ def test_own_drafter_with_too_many_invalid_messages_is_not_restarted(harness: Po
 def test_invalid_messages_of_the_target_are_only_counted(harness: PoolHarness) -> None:
     target = harness.worker("target-0")
     for _ in range(2 * MAX_INVALID_MESSAGES):
-        target.hot.send(b"")
+        target.socket.send(b"")
     harness.settle()
     assert invalid_counts(harness, "target-0") == {"frame": 2 * MAX_INVALID_MESSAGES}
     assert harness.losses() == [] and harness.states()["target-0"] == "ready"
 
 
-# --- who says too much --------------------------------------------------------------------------------------------
+# --- floods -------------------------------------------------------------------------------------------------------
 
 
 def test_flooding_stranger_is_rate_limited_and_others_are_served(
@@ -905,10 +910,10 @@ def test_flooding_stranger_is_rate_limited_and_others_are_served(
     decoded = harness.pool._decode
     harness.pool._decode = lambda *sent: read.append(sent) or decoded(*sent)  # type: ignore
     for _ in range(1000):
-        stranger.say(Resync("r", 0))
-    target.say(Resync("r", 0))
+        stranger.send(Resync("r", 0))
+    target.send(Resync("r", 0))
     harness.settle()
-    assert harness.said == [("target-0", Resync("r", 0))]
+    assert harness.received == [("target-0", Resync("r", 0))]
     assert len(read) < 500 and harness.pool.rejected == 1000
     assert {record.getMessage() for record in caplog.records if record.levelname == "WARNING"} == {
         "an unknown peer sends too many messages to the workers' socket; dropping more than 10 a second"
@@ -921,9 +926,9 @@ def test_flooding_drafter_is_dismissed(harness: PoolHarness, monkeypatch: pytest
     flooding = Peer(harness, "draft", 9)
     flooding.hello("studio")
     for _ in range(200):
-        flooding.say(Resync("r", 0))
+        flooding.send(Resync("r", 0))
     harness.settle()
-    assert 90 < len(harness.said) <= 100
+    assert 90 < len(harness.received) <= 100
     [loss] = harness.losses()
     assert "too many messages (8)" in loss.why
 
@@ -931,14 +936,14 @@ def test_flooding_drafter_is_dismissed(harness: PoolHarness, monkeypatch: pytest
 def test_prefill_worker_may_send_a_prompt_as_fast_as_its_link_carries_it(
     harness: PoolHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each MB counts as 61 messages: a cached prompt of 1 GB would be a flood, and its rest be lost."""
+    """Each MB counts as 61 messages, so a cached prompt of 1 GB would be a flood, and its rest would be lost."""
     monkeypatch.setattr(harness.pool, "_drafters", RateLimiter(Rate(1e-6, 100)))
     reader = Peer(harness, "prefill", 9)
     reader.hello("studio")
     for start in range(200):
-        reader.say(PromptKv("r", 0, start, 1, np.zeros(20_000, np.uint8)))
+        reader.send(PromptKv("r", 0, start, 1, np.zeros(20_000, np.uint8)))
     harness.settle()
-    assert [message.start for _, message in harness.said if isinstance(message, PromptKv)] == list(range(200))
+    assert [message.start for _, message in harness.received if isinstance(message, PromptKv)] == list(range(200))
     assert not harness.losses() and not harness.pool.rejected
 
 
@@ -948,9 +953,9 @@ def test_unread_messages_are_bounded_with_one_warning(
     monkeypatch.setattr("outrider.orchestrator.core.worker_pool.MAX_QUEUED_MESSAGES", 4)
     monkeypatch.setattr("outrider.orchestrator.sockets.WARNING_RATE", Rate(1e-6, 1))
     harness = make_harness()
-    deaf = harness.worker("target-0")
-    deaf.hot.setsockopt(zmq.RCVHWM, 4)
-    for _ in range(100):  # more than the system keeps for a socket
+    slow_reader = harness.worker("target-0")
+    slow_reader.socket.setsockopt(zmq.RCVHWM, 4)
+    for _ in range(100):  # more than the system buffers for a socket
         harness.pool.send_target(Shutdown("x" * 1_000_000))
         harness.pool.flush()
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
@@ -964,23 +969,23 @@ def test_unread_messages_are_bounded_with_one_warning(
 @pytest.mark.parametrize("times", [0.5, 3.0], ids=["that has run half as long", "that has run three times as long"])
 def test_work_times_of_a_remote_drafter_use_the_local_clock(harness: PoolHarness, times: float) -> None:
     harness.worker("target-0")
-    far, ahead_ns = Peer(harness, "draft", 77), int((times - 1) * clock.now())
-    assert far.hello("studio") == welcome("studio")
+    remote, ahead_ns = Peer(harness, "draft", 77), int((times - 1) * clock.now())
+    assert remote.hello("studio") == welcome("studio")
 
     def worked(at_ns: int) -> Span:
-        """By the clock there; it took 5 ms."""
-        far.say(Branches("r", 0, 0, 1, (), Span(at_ns + ahead_ns - 5_000_000, at_ns + ahead_ns)))
+        """Sends work of 5 ms that ended at `at_ns`, with times by the remote clock. Returns it as received."""
+        remote.send(Branches("r", 0, 0, 1, (), Span(at_ns + ahead_ns - 5_000_000, at_ns + ahead_ns)))
         harness.settle()
-        _, message = harness.said[-1]
+        _, message = harness.received[-1]
         assert isinstance(message, Branches)
         return message.work
 
     before_ns = clock.now()
-    heard = worked(before_ns)
-    assert before_ns <= heard.ended_ns <= clock.now() and heard.ended_ns - heard.started_ns == 5_000_000
+    work = worked(before_ns)
+    assert before_ns <= work.ended_ns <= clock.now() and work.ended_ns - work.started_ns == 5_000_000
     for ping in range(1, 4):
         harness.pool.ping(ping * SECOND_NS)
-        far.answer(ping, ahead_ns=ahead_ns)
+        remote.answer(ping, ahead_ns=ahead_ns)
     known = harness.pool._registry.named("studio")
     assert known is not None and known.clock.round_trip_ns > 0
     did_ns = clock.now()
@@ -991,13 +996,13 @@ def test_work_times_of_a_local_worker_are_not_converted(harness: PoolHarness) ->
     draft = harness.worker("draft-0")
     harness.pool.ping(SECOND_NS)
     draft.answer(1, ahead_ns=SECOND_NS)
-    draft.say(Branches("r", 0, 0, 1, (), Span(5, 6)))
+    draft.send(Branches("r", 0, 0, 1, (), Span(5, 6)))
     harness.settle()
-    assert harness.said[-1][1] == Branches("r", 0, 0, 1, (), Span(5, 6))
+    assert harness.received[-1][1] == Branches("r", 0, 0, 1, (), Span(5, 6))
 
 
 def test_prompts_of_a_quantized_target_need_the_same_kernels() -> None:
-    """Another CPU's keys and values differ in bits, and a rounded forward has no near-ties."""
+    """Another CPU's keys and values differ in bits, and in a quantized forward that may change more than near-ties."""
     made = Hello(
         "target", "target-0", 1, 1, "mlx", "m", 10, 100, 1, 1, files="f", number_format="int8-onnxruntime-avx2"
     )

@@ -1,4 +1,4 @@
-"""Tokenizers of every layout that spells text in bytes: a few words, all bytes, each family's decoder."""
+"""Tiny tokenizers of every layout that can spell any text: a few words, all bytes, and each family's decoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPECIAL = ("<unk>", "<s>", "</s>")
 WORDS = (
     "▁", "▁▁", "▁▁▁", "▁h", "he", "▁the", "l", "o", "e", "h", "x", ".", "!", "ing", "é", "▁é", "你", "你好", "й", "😀",
 )  # fmt: skip
-# The parts of a text: letters with a token, letters that only bytes can spell, and what is easily mistaken.
+# The characters of random texts: some with a token, some that only bytes can spell, and some that are easily confused.
 LETTERS = "hexlo .!é你好й😀" + "aQ\n\tüß日本語क्ष👩‍🔬🇫🇷\ufffd\u0301\x00\x80\U0010ffff\ufeff"
 SPACE, BYTES, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
 BYTE_FALLBACK = {
@@ -28,8 +28,8 @@ LAYOUTS = (*BYTE_FALLBACK, "byte level", "tiny pair")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A codec and what each of its tokens spells, known from how it was made."""
+class KnownTokenizer:
+    """A codec, and the bytes that each of its tokens spells, known from its construction. `wild` are not ASCII."""
 
     codec: TextCodec
     spelled: dict[int, bytes]
@@ -37,7 +37,7 @@ class Kind:
     wild: list[int]
 
     def tokens_of(self, text: str, random: Random) -> list[int]:
-        """One of all the ways to spell `text`: where pieces begin and end, inside characters too, is left to chance."""
+        """Returns a random way to spell `text`; tokens may begin and end inside a character."""
         whole, tokens = text.encode(), []
         while whole:
             sizes = [size for size in range(1, min(len(whole), 12) + 1) if whole[:size] in self.by_bytes]
@@ -47,34 +47,34 @@ class Kind:
         return tokens
 
     def any_tokens(self, random: Random) -> list[int]:
-        """Tokens that spell no text, as likely as not: mostly `wild` ones, which are not all ASCII."""
+        """Returns random tokens, mostly `wild` ones, which often spell invalid UTF-8."""
         every = range(len(self.spelled))
         return [random.choice(self.wild if random.random() < 0.7 else every) for _ in range(random.randint(1, 24))]
 
     def spell(self, tokens: list[int], errors: str = "replace") -> str:
-        """What these tokens are in UTF-8; `errors` "ignore" leaves out what is no character, or none yet."""
+        """Decodes these tokens as UTF-8. With `errors` "ignore", invalid and incomplete characters are left out."""
         return b"".join(self.spelled[token] for token in tokens).decode("utf-8", errors)
 
 
-def text(random: Random) -> str:
+def random_text(random: Random) -> str:
     return "".join(random.choice(LETTERS) for _ in range(random.randint(1, 16)))
 
 
-def kind(layout: str) -> Kind:
+def make_tokenizer(layout: str) -> KnownTokenizer:
     if layout == "tiny pair":
         codec = load_codec(find_model(str(TINY_TARGET)))
-        return _kind(codec.tokenizer, _byte_level_spelling(codec.tokenizer))
+        return _known_tokenizer(codec.tokenizer, _byte_level_spelling(codec.tokenizer))
     if layout == "byte level":
         tokenizer = byte_level()
-        return _kind(tokenizer, _byte_level_spelling(tokenizer))
+        return _known_tokenizer(tokenizer, _byte_level_spelling(tokenizer))
     tokenizer = byte_fallback(BYTE_FALLBACK[layout])
     spelled = {tokenizer.token_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(256)}
     spelled |= {tokenizer.token_to_id(word): word.replace("▁", " ").encode() for word in (*SPECIAL, *WORDS)}
-    return _kind(tokenizer, spelled)
+    return _known_tokenizer(tokenizer, spelled)
 
 
 def byte_fallback(decoder: decoders.Decoder) -> Tokenizer:
-    """As in Llama 2, Mistral and Gemma: words with ▁ for a space, and a token for each byte."""
+    """Returns a tokenizer as in Llama 2, Mistral and Gemma: words with ▁ for a space, and a token for each byte."""
     names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     vocabulary = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
@@ -85,7 +85,7 @@ def byte_fallback(decoder: decoders.Decoder) -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    """As in GPT-2 and all that came of it, with pieces that end inside characters, and tokens added behind."""
+    """Returns a tokenizer as in GPT-2 and its successors, with tokens that end inside characters, and added tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pieces = {step.pre_tokenize_str(word)[0][0] for word in (" the", "你好", "😀😀", "é", "语", " 👩‍🔬")}
@@ -101,16 +101,19 @@ def codec_of(tokenizer: Tokenizer) -> TextCodec:
     return TextCodec(find_model(str(TINY_TARGET)), tokenizer, frozenset(), {}, Spelling(tokenizer))
 
 
-def _kind(tokenizer: Tokenizer, spelled: dict[int, bytes]) -> Kind:
+def _known_tokenizer(tokenizer: Tokenizer, spelled: dict[int, bytes]) -> KnownTokenizer:
     by_bytes: dict[bytes, list[int]] = {}
     for token, piece in spelled.items():
         by_bytes.setdefault(piece, []).append(token)
     wild = [token for token, piece in spelled.items() if not piece.isascii()]
-    return Kind(codec_of(tokenizer), spelled, by_bytes, wild)
+    return KnownTokenizer(codec_of(tokenizer), spelled, by_bytes, wild)
 
 
 def _byte_level_spelling(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """Asks the encoder what letter each byte has. The bytes that no character has are printable: their own letters."""
+    """Returns the bytes of each token, from the letter that the encoder has for each byte.
+
+    Bytes that occur in no UTF-8 character are printable in Latin-1, so their letters are themselves.
+    """
     step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     letters = {chr(byte): byte for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
     for code in [*range(0x800), *range(0x800, 0xD800, 0x40), *range(0xE000, 0x110000, 0x40)]:

@@ -1,4 +1,4 @@
-"""A cluster in one thread with a target and a drafter that die and return, for several requests."""
+"""A cluster in one thread for several requests, whose target and drafter can die and be restarted."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def random_text(seed: int, length: int = 400) -> tuple[int, ...]:
     return (*PROMPT, seed, *(rng.randrange(1, VOCAB) for _ in range(length)))
 
 
-class Died(Exception):
+class TargetDied(Exception):
     """The target process has ended."""
 
 
 class Targets:
-    """One target for several requests, which dies of those in `poison` when their text is so long."""
+    """A target for several requests. It dies when the text of a request in `poison` reaches the given length."""
 
     def __init__(self, texts: dict[str, tuple[int, ...]], poison: dict[str, int]) -> None:
         self.context = 1 << 20
@@ -50,25 +50,24 @@ class Targets:
         at = (
             len(message.tokens) if isinstance(message, Open) else message.base_len if isinstance(message, Verify) else 0
         )
-        if at >= self.poison.get(name, 1 << 30):
-            raise Died
+        self._check_poison(name, at)
         self._latest = self.oracles[name]
         return self._latest.answer(message)
 
     def step(self) -> Message | None:
         for name, oracle in self.oracles.items():
             if oracle.plain is not None:
-                self._die_of(name, oracle.plain.base_len)
+                self._check_poison(name, oracle.plain.base_len)
                 return oracle.step()
         return None
 
-    def _die_of(self, name: str, length: int) -> None:
+    def _check_poison(self, name: str, length: int) -> None:
         if length >= self.poison.get(name, length + 1):
-            raise Died
+            raise TargetDied
 
 
 class FailingCluster(Cluster):
-    """Requests r0, r1, ... say these texts. `deaths` of the target so far; it comes back by `find_target` only."""
+    """Generates these texts for requests r0, r1, ... A dead target is replaced only by `restart_target`."""
 
     def __init__(self, texts: Sequence[tuple[int, ...]], poison: dict[str, int] | None = None, **options: Any) -> None:
         self.texts = {f"r{number}": text for number, text in enumerate(texts)}
@@ -85,32 +84,32 @@ class FailingCluster(Cluster):
             self.rounds.begin(Admit(name, text[:11], sampling, mode, frozenset()), self._now)
 
     def send_target(self, message: Message) -> None:
-        assert self.alive or isinstance(message, Close), f"{message} is for a target that is not there"
+        assert self.alive or isinstance(message, Close), f"{message} was sent while there is no target"
         if isinstance(message, Open):
             self.opened[-1].append(message.request)
         if self.alive:
             super().send_target(message)
 
-    def turns(self, count: int) -> None:
+    def run_turns(self, count: int) -> None:
         for _ in range(count):
             if self.rounds.active:
                 self._turn()
 
-    def to_the_end(self, returns: bool = True) -> None:
-        """Until no request is left; a target that dies on the way comes back after some turns."""
+    def run_to_end(self, restart: bool = True) -> None:
+        """Runs until no request is left. A target that dies is restarted after some turns."""
         for _ in range(20_000):
             if not self.rounds.active:
                 return
             self._turn()
-            if not self.alive and returns:
-                self.turns(3)
-                self.find_target()
-        raise TimeoutError(f"requests hang: {self.told[-3:]}")
+            if not self.alive and restart:
+                self.run_turns(3)
+                self.restart_target()
+        raise TimeoutError(f"requests hang: {self.events[-3:]}")
 
     def _turn(self) -> None:
         try:
             super()._turn()
-        except Died:
+        except TargetDied:
             self.kill_target()
 
     def kill_target(self, for_good: bool = False) -> None:
@@ -120,7 +119,7 @@ class FailingCluster(Cluster):
         self.target = Targets({}, {})  # type: ignore[assignment]
         self.rounds.on_target_lost("target worker target-0 ended with code -9", for_good)
 
-    def find_target(self) -> None:
+    def restart_target(self) -> None:
         self.target = Targets(self.texts, self.poison)  # type: ignore[assignment]
         self.alive = True
         self.opened.append([])
@@ -131,13 +130,13 @@ class FailingCluster(Cluster):
         self.link = FakeLink("draft-0")
         self.rounds.on_drafter_lost("draft-0", "draft worker draft-0 ended with code -9", self._now)
 
-    def find_drafter(self) -> None:
+    def restart_drafter(self) -> None:
         self.worker = DraftWorker(self.link, ReplayDrafter(self.script), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
         self.rounds.on_drafter_ready("draft-0")
 
     def text_of(self, name: str) -> list[int]:
-        told = [event for event in self.told if isinstance(event, Committed) and event.request == name]
-        return [token for event in told for token in event.tokens]
+        committed = [event for event in self.events if isinstance(event, Committed) and event.request == name]
+        return [token for event in committed for token in event.tokens]
 
     def end(self, name: str) -> RequestEnded | Failed:
-        return next(e for e in self.told if isinstance(e, RequestEnded | Failed) and e.request == name)
+        return next(e for e in self.events if isinstance(e, RequestEnded | Failed) and e.request == name)

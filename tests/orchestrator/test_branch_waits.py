@@ -1,4 +1,4 @@
-"""An outcome may wait for branches on their way: only if that pays, and never for long."""
+"""After an outcome a request may wait for branches that are still to arrive: only if that pays, and never for long."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_only_branches_of_the_lead_may_be_waited_for_to_become_longer() -> None:
     assert not drafting.draft.can_grow(lead)
 
 
-class Wires(HonestWorkers):
-    """The workers as the rounds see them; keeps what the target is told."""
+class RecordingWorkers(HonestWorkers):
+    """The worker pool as the scheduler sees it. Records the messages to the target."""
 
     target_context = 10_000
     target_abilities = Abilities()
@@ -134,47 +134,47 @@ class Wires(HonestWorkers):
 
 
 def test_wait_for_a_pushing_drafter_is_bounded_by_its_tree_time() -> None:
-    wires, told = Wires(), list[ToFront]()
-    scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), told.append, Trace(None))
+    workers, events = RecordingWorkers(), list[ToFront]()
+    scheduler = Scheduler(workers, round_settings(4, 8, ngrams=False), events.append, Trace(None))
     scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     push = Branches("r", 0, 0, 3, (Branch((5,), (1,)),), Span(0, MILLISECOND_NS))
     now_ns = MILLISECOND_NS
     scheduler.handle([("draft-0", push)], now_ns)
     scheduler.handle([("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)))], now_ns)
     asked_ns = now_ns
-    assert not wires.verifies, "the branch is short and the next push near: the request waits"
-    while not wires.verifies and now_ns < asked_ns + 10**9:
+    assert not workers.verifies, "the branch is short and the next push near: the request waits"
+    while not workers.verifies and now_ns < asked_ns + 10**9:
         now_ns += MILLISECOND_NS // 2
         scheduler.handle([("draft-0", push)], now_ns)
         scheduler.on_tick(now_ns)
-    assert wires.verifies[0].chain == (1,)
+    assert workers.verifies[0].chain == (1,)
     assert now_ns - asked_ns <= (max_wait_ms(5 * 1.0 + 0.5) + 1.0) * MILLISECOND_NS
 
 
 def test_branch_after_its_outcome_is_used_and_counted_as_late() -> None:
-    wires, told = Wires(), list[ToFront]()
-    scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), told.append, Trace(None))
+    workers, events = RecordingWorkers(), list[ToFront]()
+    scheduler = Scheduler(workers, round_settings(4, 8, ngrams=False), events.append, Trace(None))
     scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=9), "ssd", frozenset(), rounds=True), 0)
     scheduler.handle([("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)))], 5 * MILLISECOND_NS)
-    assert not wires.verifies, "the first push is near: the request waits"
+    assert not workers.verifies, "the first push is near: the request waits"
     late = Branches("r", 0, 0, 3, (Branch((5,), (1, 2, 3, 4)),), Span(0, MILLISECOND_NS), final=True)
     scheduler.handle([("draft-0", late)], 6 * MILLISECOND_NS)
-    assert wires.verifies[0].chain == (1, 2, 3, 4)
+    assert workers.verifies[0].chain == (1, 2, 3, 4)
     scheduler.handle([("target-0", Outcome("r", 0, 1, 4, 4, 5, Span(0, 1)))], 7 * MILLISECOND_NS)
     scheduler.stop("r", "cancelled")
-    timings = next(event.timings for event in told if isinstance(event, RequestEnded))
+    timings = next(event.timings for event in events if isinstance(event, RequestEnded))
     assert (timings.cache_hits, timings.cache_misses, timings.cache_late, timings.draft_waits) == (0, 1, 1, 1)
-    records = [record for event in told if isinstance(event, Committed) for record in event.rounds or ()]
+    records = [record for event in events if isinstance(event, Committed) for record in event.rounds or ()]
     waited = Span(5 * MILLISECOND_NS, 6 * MILLISECOND_NS)
     assert [record.decided for record in records] == [None, waited], "from the outcome to the chain"
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_branch_that_may_grow_is_prepared_if_the_target_goes_on_without_it(goes_on: bool) -> None:
-    """Else the target would verify n-grams after an outcome whose branch has come."""
-    wires = Wires()
-    wires.target_abilities = Abilities(ngrams=goes_on)
-    scheduler = Scheduler(wires, round_settings(4, 8), lambda event: None, Trace(None))
+@pytest.mark.parametrize("continues", [False, True])
+def test_branch_that_may_grow_is_prepared_if_the_target_continues_without_it(continues: bool) -> None:
+    """Otherwise the target would verify n-grams after an outcome whose branch has arrived."""
+    workers = RecordingWorkers()
+    workers.target_abilities = Abilities(ngrams=continues)
+    scheduler = Scheduler(workers, round_settings(4, 8), lambda event: None, Trace(None))
     estimates = scheduler._planner.estimates
     for _ in range(50):
         estimates.observe_draft(1, 100.0)  # a chain on request would not pay
@@ -185,24 +185,24 @@ def test_branch_that_may_grow_is_prepared_if_the_target_goes_on_without_it(goes_
     first = Branches("r", 0, 0, 3, (Branch((5,), (1, 2, 3, 4)),), Span(0, DEPTH_MS_NS), final=True)
     scheduler.handle([("draft-0", first)], 0)
     scheduler.handle([("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)))], MILLISECOND_NS)
-    assert wires.verifies[-1].chain == (1, 2, 3, 4)
-    wires.prepares.clear()
+    assert workers.verifies[-1].chain == (1, 2, 3, 4)
+    workers.prepares.clear()
     growing = (Branch((9,), (7,), odds=(0.9,)), Branch((1, 2, 3, 4, 8), (6,), odds=(0.9,)))
     push = Branches("r", 0, 1, 4, growing, Span(0, DEPTH_MS_NS))
     scheduler.handle([("draft-0", push)], int((1 + VERIFY_MS - 1.1 * DEPTH_MS) * MILLISECOND_NS))
-    if goes_on:
-        assert wires.prepares[-1].row_costs and wires.prepares[-1].committed == ((9,), (1, 2, 3, 4, 8))
+    if continues:
+        assert workers.prepares[-1].row_costs and workers.prepares[-1].committed == ((9,), (1, 2, 3, 4, 8))
     else:
-        assert not wires.prepares, "the next push is likely to come in time"
+        assert not workers.prepares, "the next push is likely to come in time"
 
 
-def test_target_goes_on_after_a_miss_of_one_of_several_requests() -> None:
-    """All branches have come, so nothing could be waited for."""
-    wires = Wires()
-    wires.target_abilities = Abilities(ngrams=True)
-    scheduler = Scheduler(wires, round_settings(4, 8), lambda event: None, Trace(None))
+def test_target_continues_by_itself_after_a_miss_with_several_requests() -> None:
+    """All branches have arrived, so there is nothing to wait for."""
+    workers = RecordingWorkers()
+    workers.target_abilities = Abilities(ngrams=True)
+    scheduler = Scheduler(workers, round_settings(4, 8), lambda event: None, Trace(None))
     for name in "rs":
         scheduler.begin(Admit(name, (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     whole = Branches("r", 0, 0, 3, (Branch((5,), (1, 2, 3, 4)),), Span(0, DEPTH_MS_NS), final=True)
     scheduler.handle([("draft-0", whole)], 0)
-    assert wires.prepares[-1].committed == ((5,),) and wires.prepares[-1].row_costs
+    assert workers.prepares[-1].committed == ((5,),) and workers.prepares[-1].row_costs

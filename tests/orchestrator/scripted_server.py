@@ -1,4 +1,4 @@
-"""A running front with a scripted core, to test clients over real sockets without models."""
+"""A server with a scripted core, to test the front and clients over real sockets without models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from outrider.protocol.messages import Stats, Timings, WorkerStats
 from outrider.protocol.stats import Durations
 
 JOIN_SECONDS = 200.0
-Play = Callable[[Admit], list[ToFront]]
+OnAdmit = Callable[[Admit], list[ToFront]]
 
 
 def worker_stats(role: str, state: str = "ready") -> WorkerStats:
@@ -43,7 +43,7 @@ def worker_stats(role: str, state: str = "ready") -> WorkerStats:
 
 
 class ScriptedCore:
-    """Answers each Admit with what `play` says and each Stop with Ended; keeps everything it was told."""
+    """Answers each Admit with the events that `on_admit` returns, and each Stop with RequestEnded."""
 
     def stats(self, stats: Stats) -> Stats:
         rounds = Durations((0.1,), (3, 1), 2.0)
@@ -54,20 +54,20 @@ class ScriptedCore:
 
     def __init__(self, inbox: Mailbox[ToCore], outbox: Mailbox[ToFront]) -> None:
         self.inbox, self.outbox = inbox, outbox
-        self.told: list[ToCore] = []
-        self.heard = threading.Condition()
-        self.play: Play = lambda admit: []
+        self.received: list[ToCore] = []
+        self.condition = threading.Condition()
+        self.on_admit: OnAdmit = lambda admit: []
 
     def run(self) -> None:
         while True:
             select.select([self.inbox.wake], [], [])
             for event in self.inbox.take():
-                with self.heard:
-                    self.told.append(event)
-                    self.heard.notify_all()
+                with self.condition:
+                    self.received.append(event)
+                    self.condition.notify_all()
                 match event:
                     case Admit():
-                        for answer in self.play(event):
+                        for answer in self.on_admit(event):
                             self.outbox.put(answer)
                     case Stop(request=request, reason=reason):
                         timings = Timings(predicted_n=99, predicted_ms=10.0)
@@ -76,35 +76,35 @@ class ScriptedCore:
                         return
 
     def wait_for(self, kind: type[object], count: int = 1) -> list[object]:
-        """The first `count` events of a kind; fails when they don't come."""
+        """Returns all received events of a kind as soon as there are `count`. The test fails if they don't arrive."""
 
         def found() -> list[object]:
-            return [event for event in self.told if isinstance(event, kind)]
+            return [event for event in self.received if isinstance(event, kind)]
 
-        with self.heard:
-            if not self.heard.wait_for(lambda: len(found()) >= count, JOIN_SECONDS):
-                pytest.fail(f"expected {count} {kind.__name__}, the core was told {self.told}")
+        with self.condition:
+            if not self.condition.wait_for(lambda: len(found()) >= count, JOIN_SECONDS):
+                pytest.fail(f"expected {count} {kind.__name__}, the core received {self.received}")
         return found()
 
 
-class Stand:
-    """A running front, its scripted core, and the way to reach them."""
+class ScriptedServer:
+    """A running front, its scripted core, and clients of it."""
 
     def __init__(self, pair: ChosenPair, codec: TextCodec, endpoint: str) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sockets = ClientSocket(self.context, endpoint)
         self.endpoint = self.sockets.endpoint
         self.codec = codec
-        self.lines = ThreadQueues()
-        self.core = ScriptedCore(self.lines.core, self.lines.events)
+        self.queues = ThreadQueues()
+        self.core = ScriptedCore(self.queues.core, self.queues.events)
         self.announced: list[Announcement] = []
         self.admission = Admission(pair, codec)
-        self.front = Front(pair, self.admission, self.sockets, self.lines, self.core.stats, self.announced.append)
+        self.front = Front(pair, self.admission, self.sockets, self.queues, self.core.stats, self.announced.append)
         self._threads = [threading.Thread(target=body, daemon=True) for body in (self.core.run, self.front.run)]
 
-    def start(self, ready: bool = True) -> Stand:
+    def start(self, ready: bool = True) -> ScriptedServer:
         if ready:
-            self.lines.events.put(WorkersChanged((worker_stats("target"), worker_stats("draft"))))
+            self.queues.events.put(WorkersChanged((worker_stats("target"), worker_stats("draft"))))
         for thread in self._threads:
             thread.start()
         return self
@@ -113,22 +113,22 @@ class Stand:
         return Client(self.endpoint, timeout)
 
     def stop(self) -> None:
-        """Ends the front as the server does. Again does nothing."""
+        """Ends the front as a real server does. Does nothing when called again."""
         if self.context.closed:
             return
         if self._threads[1].is_alive():
-            self.lines.orders.put(FrontOrder.END)
+            self.queues.orders.put(FrontOrder.END)
             self._threads[1].join(JOIN_SECONDS)
-        self.lines.core.put(Quit())
+        self.queues.core.put(Quit())
         self._threads[0].join(JOIN_SECONDS)
-        self.lines.close()
+        self.queues.close()
         self.context.destroy(linger=0)
 
 
-def says(codec: TextCodec, text: str, reason: str = "eos", size: int = 3) -> Play:
-    """A core that commits `text`, `size` tokens at a time, and ends."""
+def generates(codec: TextCodec, text: str, reason: str = "eos", size: int = 3) -> OnAdmit:
+    """Returns an `on_admit` that commits `text`, `size` tokens at a time, and ends the request."""
 
-    def play(admit: Admit) -> list[ToFront]:
+    def on_admit(admit: Admit) -> list[ToFront]:
         tokens = codec.encode(text, special=False)
         if reason == "eos":
             tokens += (0,)
@@ -140,4 +140,4 @@ def says(codec: TextCodec, text: str, reason: str = "eos", size: int = 3) -> Pla
             RequestEnded(admit.request, reason, timings, until=lambda n: structs.replace(timings, predicted_n=n)),
         ]
 
-    return play
+    return on_admit
