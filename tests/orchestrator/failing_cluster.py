@@ -126,12 +126,13 @@ class FailingCluster(Cluster):
         self.rounds.on_target_ready()
 
     def kill_drafter(self) -> None:
-        self.worker = None
-        self.link = FakeLink("draft-0")
+        self.workers.pop("draft-0", None)
         self.rounds.on_drafter_lost("draft-0", "draft worker draft-0 ended with code -9", self._now)
 
     def restart_drafter(self) -> None:
-        self.worker = DraftWorker(self.link, ReplayDrafter(self.script), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
+        self.link = self.links[0] = FakeLink("draft-0")
+        drafter = ReplayDrafter(self.script)
+        self.workers["draft-0"] = DraftWorker(self.link, drafter, FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
         self.rounds.on_drafter_ready("draft-0")
 
     def text_of(self, name: str) -> list[int]:

@@ -81,7 +81,7 @@ def test_long_reason_of_a_death_is_shortened_to_what_a_message_can_carry() -> No
     cluster.begin("ssd")
     cluster.run_turns(5)
     cluster.rounds.on_drafter_lost("draft-0", "x" * 5000, 0)
-    cluster.worker = None
+    cluster.workers.clear()
     cluster.run_to_end()
     ended = cluster.end("r0")
     assert isinstance(ended, RequestEnded)
