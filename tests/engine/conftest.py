@@ -13,7 +13,7 @@ from outrider.engine.loading import LoadedModel, load
 
 @pytest.fixture(scope="session")
 def loaded(tiny_model: Callable[..., Path]) -> Callable[..., LoadedModel]:
-    """`loaded(family, seed=0, **config)`: as `tiny_model`, in memory."""
+    """`loaded(family, seed=0, **config)`: a `tiny_model` in memory, loaded once per session."""
     models: dict[Path, LoadedModel] = {}
 
     def get(family: str = "llama", seed: int = 0, **config: Any) -> LoadedModel:

@@ -24,12 +24,13 @@ Loaded = Callable[..., LoadedModel]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TABLE = PAGE.read_text().partition("<!-- python -m tools.model_types")[2]
 ROWS = [line for line in TABLE.splitlines() if line.startswith("| `")]
-# Plain, shared keys, chunks, compressed keys, two caches a layer, a window that is not mlx-lm's own, recurrent, both.
+# Plain, shared keys, chunked attention, compressed keys, two caches per layer, a window that is not mlx-lm's own,
+# recurrent, and recurrent with attention.
 SAMPLE = (
     "llama", "gemma3n", "afm7", "llama4", "deepseek_v3", "deepseek_v32", "deepseek_v41", "plamo3", "mamba2",
     "falcon_h1",
 )  # fmt: skip
-TIED_BY_HAND = ("llama4_text", "seed_oss")  # whose code multiplies by the embeddings' weights itself
+TIED_BY_HAND = ("llama4_text", "seed_oss")  # their code multiplies by the embedding weights directly
 
 
 def test_models_page_lists_every_type_and_none_as_wrong() -> None:
@@ -67,19 +68,19 @@ def test_equal_rows_of_a_tied_and_untied_type_are_merged() -> None:
 
 
 def without_ort(model: LoadedModel) -> LoadedModel:
-    """The same model, of which nothing is known yet, and whose forwards are MLX's."""
+    """A copy of the model that MLX computes and that has not been probed yet."""
     return replace(model, cpu=None)
 
 
 @pytest.fixture
 def loaded(tiny_model: Callable[..., Path]) -> Loaded:
-    """As everywhere, but not shared with other tests."""
+    """Like the shared `loaded`, but loads the model again for each call."""
     return lambda family="llama", seed=0, **config: load(tiny_model(family, seed, **config))
 
 
 @pytest.fixture(autouse=True)
-def by_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other forwards can do is their own check's to find."""
+def mlx_forwards_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets MLX compute every model; ONNX Runtime's forwards have a check of their own."""
     monkeypatch.setattr("outrider.engine.loading.open_forward", lambda *_: None)
 
 
@@ -92,15 +93,17 @@ def test_cache_that_is_wrong_only_past_the_window_is_detected(
 
     sound = FlatCache.make_mask
 
-    def one_too_many(cache: FlatCache, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+    def mask_one_column_wider(
+        cache: FlatCache, n: int, return_array: bool = False, window_size: int | None = None
+    ) -> Any:
         return sound(cache, n, return_array, window_size and window_size + 1)
 
-    monkeypatch.setattr(FlatCache, "make_mask", one_too_many)
+    monkeypatch.setattr(FlatCache, "make_mask", mask_one_column_wider)
     assert probe_abilities(without_ort(model)).own_caches
 
 
 def test_sharp_attention_past_a_window_does_not_look_like_an_error(loaded: Loaded) -> None:
-    """As of Gemma 3, which gives most attention to few tokens: keys unlike its own would make it chaotic."""
+    """Gemma 3 gives most attention to few tokens; with keys unlike its own, it would amplify rounding errors."""
     model = loaded("gemma3_text", num_hidden_layers=12)
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
@@ -112,7 +115,7 @@ def test_sharp_attention_past_a_window_does_not_look_like_an_error(loaded: Loade
 def test_rollback_that_drops_too_little_is_detected(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sound = loaded("llama"), SeparateSequence.roll_back
     monkeypatch.setattr(SeparateSequence, "roll_back", lambda kv, length: sound(kv, length + 1))
-    assert probe_abilities(without_ort(model)).own_caches  # whose copies go further back
+    assert probe_abilities(without_ort(model)).own_caches  # their copies allow longer rollbacks
 
     monkeypatch.setattr(SeparateSequence, "roll_back", lambda kv, length: None)
     found = probe_abilities(without_ort(model))
@@ -121,7 +124,7 @@ def test_rollback_that_drops_too_little_is_detected(loaded: Loaded, monkeypatch:
 
 
 class Broken(nn.Module):  # type: ignore[misc]
-    """A model whose forward says or raises what it is given."""
+    """A model whose forward returns logits with the given value, or raises the given exception."""
 
     def __init__(self, what: Exception | float) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Choosing by numpy where logits are in memory: the token with the best score of the contract, or none."""
+"""`Sampler.choose`, the fast path by numpy, returns the token with the best exact score, or None if it can't be sure.
+
+`Sampler.scores` computes the exact steps.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def test_the_choice_is_the_argmax_of_the_scores(temp: float, spread: float, seed
 
 
 def test_unlikely_token_is_chosen_when_its_noise_exceeds_the_gap() -> None:
-    """A token is found as far below the best one as noise can lift it."""
+    """A token is found even if only the largest possible noise lifts it above the best one."""
     sampler = Sampler(SamplingParams(temp=1.0, seed=3), WIDTH)
     position = 226  # of the first 400 the one with the greatest noise
     noise = gumbel(np, 3, [position], WIDTH)[0]
@@ -50,8 +53,8 @@ def test_unlikely_token_is_chosen_when_its_noise_exceeds_the_gap() -> None:
 
 
 def test_noise_stays_within_its_bounds() -> None:
-    nothing = np.float32(2.0**-25)  # what stands for u and 1 - u at least, see `noise`
-    assert 17.3 < -np.log(nothing) < MAX_NOISE and MIN_NOISE < -np.log(-np.log(nothing)) < -2.8
+    smallest = np.float32(2.0**-25)  # the smallest u and 1 - u, see `noise`
+    assert 17.3 < -np.log(smallest) < MAX_NOISE and MIN_NOISE < -np.log(-np.log(smallest)) < -2.8
     noise = gumbel(np, 0, range(64), 4096)
     assert noise.min() > MIN_NOISE and noise.max() < MAX_NOISE
 
@@ -107,7 +110,7 @@ def test_filtered_choice_equals_that_of_the_exact_steps(
 
 
 def test_filters_seldom_need_the_exact_steps() -> None:
-    """Of logits like a model's: a few likely tokens above many unlikely ones."""
+    """With logits like a model's: a few likely tokens above many unlikely ones."""
     rng = np.random.default_rng(1)
     rows = (rng.normal(size=(200, WIDTH)) * 2).astype(np.float32)
     for row in rows:

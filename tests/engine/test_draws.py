@@ -1,4 +1,7 @@
-"""A drawing tree draws from the q that it reports: the draft's warped, truncated distribution with Saguaro's factor."""
+"""A tree that draws its tokens (residual sampling) draws them from the q that it reports.
+
+q is the draft's filtered and truncated distribution with Saguaro's factor.
+"""
 
 from __future__ import annotations
 
@@ -87,8 +90,8 @@ def drawing_tree(model: LoadedModel, params: SamplingParams = PARAMS, prompt: li
     return open_tree(model, prompt, params, Draws.of(params, 2))
 
 
-def fed_chain(tree: Tree, depth: int) -> list[int]:
-    """The nodes of `depth` tokens, each drawn after the one before."""
+def feed_chain(tree: Tree, depth: int) -> list[int]:
+    """Feeds drawn tokens one after the other; returns a path of `depth` nodes from the root."""
     nodes = [tree.root]
     while len(nodes) < depth:
         nodes += tree.feed(nodes[-1:], [None])
@@ -99,7 +102,7 @@ def fed_chain(tree: Tree, depth: int) -> list[int]:
 def test_q_of_a_chain_equals_that_of_fresh_forwards(loaded: Callable[..., LoadedModel], params: SamplingParams) -> None:
     model = loaded("llama")
     tree = drawing_tree(model, params)
-    nodes = fed_chain(tree, 4)
+    nodes = feed_chain(tree, 4)
     chain, q = tree.best(nodes), tree.drawn_from(nodes)
     assert q is not None and q.fits(chain)
     for place in range(4):
@@ -124,7 +127,7 @@ def test_draws_do_not_depend_on_how_they_are_fed(loaded: Callable[..., LoadedMod
     """One by one, side by side with others, or again after a commit of what comes before."""
     model = loaded("llama")
     tree = drawing_tree(model)
-    chain = tree.best(fed_chain(tree, 4))
+    chain = tree.best(feed_chain(tree, 4))
     tree = drawing_tree(model)
     others = [c.token for c in tree.candidates([tree.root], 4)[0] if c.token != chain[0]][:3]
     tree.feed([tree.root] * 3, others)
@@ -138,24 +141,24 @@ def test_draws_do_not_depend_on_how_they_are_fed(loaded: Callable[..., LoadedMod
     assert first is not None
     tree.commit([first])
     again = drawing_tree(model, prompt=[*PROMPT, bonus])
-    assert tree.best(fed_chain(tree, 3)) == again.best(fed_chain(again, 3))
+    assert tree.best(feed_chain(tree, 3)) == again.best(feed_chain(again, 3))
 
 
 def test_chains_that_begin_at_different_nodes_use_different_noise(loaded: Callable[..., LoadedModel]) -> None:
-    """Else what an earlier round saw of its chain would tell how the next one is drawn."""
+    """Otherwise the tokens of a rejected chain would reveal how the next one is drawn."""
     model = loaded("llama")
     flat = replace(PARAMS, temp=100.0, q_width=200)
     tree = drawing_tree(model, flat)
-    nodes = fed_chain(tree, 3)
-    told = tree.feed([tree.root], tree.best(nodes[:1]))
-    told += tree.feed(told, tree.best(nodes[1:2]))
-    assert tree.drawn_from(nodes[1:]).ids.tolist() == tree.drawn_from(told).ids.tolist()
-    assert tree.best(nodes[1:]) != tree.best(told)
+    nodes = feed_chain(tree, 3)
+    given = tree.feed([tree.root], tree.best(nodes[:1]))
+    given += tree.feed(given, tree.best(nodes[1:2]))
+    assert tree.drawn_from(nodes[1:]).ids.tolist() == tree.drawn_from(given).ids.tolist()
+    assert tree.best(nodes[1:]) != tree.best(given)
 
 
 def test_residual_tree_without_draws_proposes_its_best_tokens(loaded: Callable[..., LoadedModel]) -> None:
     model = loaded("llama")
     tree = open_tree(model, PROMPT, PARAMS)
-    nodes = fed_chain(tree, 4)
+    nodes = feed_chain(tree, 4)
     assert tree.best(nodes) == [tree.candidates([node], 1)[0][0].token for node in nodes]
     assert tree.drawn_from(nodes) is None

@@ -22,7 +22,7 @@ OTHERS = {
 
 
 def test_every_sampling_parameter_that_excludes_tokens_is_one_of_the_filters() -> None:
-    """Three functions must know a filter: for MLX, for numpy, and `Sampler.filters`. Else it acts only at times."""
+    """A filter must be in three functions (for MLX, for numpy, and `Sampler.filters`) to be applied always."""
     unknown = {field.name for field in fields(SamplingParams)} - FILTERS.keys() - OTHERS
     assert not unknown, f"enter {unknown} in FILTERS above if they exclude tokens, else in OTHERS"
     logits = np.linspace(0, 3, 20, dtype=np.float32)[None]

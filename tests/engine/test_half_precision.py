@@ -1,6 +1,6 @@
 """A target in half precision is sampled from softmax(logits / T), computed in float32 from its rounded logits.
 
-`OUTRIDER_SEEDS=40000 pytest -s tests/engine/test_half_precision.py` prints the long form, beside mlx-lm's sampler.
+`OUTRIDER_SEEDS=40000 pytest -s tests/engine/test_half_precision.py` runs more seeds and prints mlx-lm's results, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def variation(p: np.ndarray, q: np.ndarray) -> float:
 
 
 def p_value(counts: np.ndarray, p: np.ndarray) -> float:
-    """Chi-square; what is expected less than five times is taken together."""
+    """Chi-square test; cells with an expected count below five are pooled."""
     expected = p * counts.sum()
     common = expected >= 5
     cells = np.append(counts[common], counts[~common].sum()), np.append(expected[common], expected[~common].sum())
@@ -54,8 +54,8 @@ def p_value(counts: np.ndarray, p: np.ndarray) -> float:
     return float(scipy.stats.chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue)
 
 
-def drawn(logits: mx.array, temp: float, rule: str, seeds: Sequence[int]) -> np.ndarray:
-    """How often each token is the target's choice, at a position a seed."""
+def count_choices(logits: mx.array, temp: float, rule: str, seeds: Sequence[int]) -> np.ndarray:
+    """Counts how often the target chooses each token, one position per seed."""
     counts = np.zeros(V)
     for seed in seeds:
         sampler = make_target_sampler(SamplingParams(temp=temp, seed=seed, rule=rule), V)
@@ -68,7 +68,7 @@ def drawn(logits: mx.array, temp: float, rule: str, seeds: Sequence[int]) -> np.
 def test_choices_follow_the_softmax_of_the_logits(kind: str, temp: float) -> None:
     logits = half(kind)
     p = probabilities_of(logits, temp)
-    ours = drawn(logits, temp, "coupled", range(SEEDS))
+    ours = count_choices(logits, temp, "coupled", range(SEEDS))
     mx.random.seed(1)
     theirs = make_sampler(temp)(mx.repeat(logits - mx.logsumexp(logits, keepdims=True), SEEDS, axis=0))
     peer = np.bincount(np.array(theirs), minlength=V)
@@ -86,7 +86,7 @@ def test_choices_follow_the_softmax_of_the_logits(kind: str, temp: float) -> Non
 def test_scores_minus_noise_have_the_distribution_of_the_logits(
     kind: str, temp: float, normalised: bool, rule: str
 ) -> None:
-    """The distribution itself, not a sample of it."""
+    """Compares the distributions themselves, not samples."""
     params, logits = SamplingParams(temp=temp, seed=4, rule=rule), half(kind)
     sampler = make_target_sampler(params, V) if rule == "residual" else Sampler(params, V, normalised=normalised)
     scores = sampler.scores(logits, [6])
@@ -99,7 +99,7 @@ def test_scores_minus_noise_have_the_distribution_of_the_logits(
 @pytest.mark.parametrize("kind", sorted(HALVES))
 @pytest.mark.parametrize("changes", [{}, FILTERED, PENALISED, {**FILTERED, **PENALISED}], ids=str)
 def test_every_path_scores_half_precision_as_float32(kind: str, changes: dict) -> None:
-    """Penalties and filters too; the target, the drafter's tree, its draws, and a residual target's p."""
+    """The paths: the target, the drafter's tree, its draws, and a residual target's p; with penalties and filters."""
     logits = half(kind)
     wide = logits.astype(mx.float32)
     for rule in ("coupled", "residual"):
@@ -120,7 +120,7 @@ def test_every_path_scores_half_precision_as_float32(kind: str, changes: dict) -
 
 @pytest.mark.parametrize("kind", sorted(HALVES))
 def test_greedy_scores_equal_mlx_lms_bit_for_bit(kind: str) -> None:
-    """Bit for bit, so that greedy choices round as `mlx_lm.generate` rounds them."""
+    """So greedy choices among nearly equal logits are those of `mlx_lm.generate`."""
     logits = half(kind)
     scores = make_target_sampler(SamplingParams(), V).scores(logits, [3])
     assert mx.array_equal(scores, logits - mx.logsumexp(logits, axis=-1, keepdims=True))
@@ -144,8 +144,8 @@ def test_a_temperature_near_zero_is_greedy(kind: str, temp: float, changes: dict
 
 @pytest.mark.parametrize("kind", ["float32", *sorted(HALVES)])
 def test_lowest_temperature_still_chooses_among_equal_logits(kind: str) -> None:
-    """Two best logits alike, as bfloat16 often makes them: either is chosen half the time."""
+    """Two equal best logits, frequent in bfloat16, are each chosen half of the time."""
     logits = mx.full((1, V), 16.0, getattr(mx, kind))
     logits[:, [20, 40]] = mx.array(31.0, getattr(mx, kind))
-    counts = drawn(logits, 1e-3, "coupled", range(400))
+    counts = count_choices(logits, 1e-3, "coupled", range(400))
     assert counts[20] + counts[40] == 400 and scipy.stats.binomtest(int(counts[20]), 400).pvalue > 1e-3

@@ -1,11 +1,10 @@
-"""Hidden rows equal a manual loop over the layers, however tokens were fed, and are kept only if they are read."""
+"""Hidden rows equal a manual loop over the layers, however tokens were fed, and are kept only for a reader."""
 
 from __future__ import annotations
 
 import gc
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +20,7 @@ from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, ver
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.ahead import said
+from tests.engine.test_kv_cache import FedText
 from tests.slots import open_slots
 
 Loaded = Callable[..., LoadedModel]
@@ -28,8 +28,8 @@ POINTS = HiddenStatePoints(layers=(0, 2), before_norm=True, after_norm=True)
 CLOSE = 2e-3  # values are of the order of 1 to 10
 
 
-def by_hand(loaded: LoadedModel, tokens: list[int]) -> mx.array:
-    """The rows of `POINTS` for a whole text, [N, 4 D], by the model's layers one after the other, without a cache."""
+def expected_rows(loaded: LoadedModel, tokens: list[int]) -> mx.array:
+    """Computes the rows of `POINTS` for a whole text, [N, 4 D], layer by layer and without a cache."""
     model = getattr(loaded.model, "language_model", loaded.model)
     backbone = model.model
     h = backbone.embed_tokens(mx.array([tokens]))
@@ -44,60 +44,52 @@ def by_hand(loaded: LoadedModel, tokens: list[int]) -> mx.array:
     return mx.concatenate([*(outputs[n] for n in POINTS.layers), h, backbone.norm(h)], axis=-1)[0]
 
 
-def off(model: LoadedModel, tokens: list[int], start: int, rows: mx.array) -> float:
-    """How far `rows`, tapped from position `start` on, are from those made by hand."""
-    own = by_hand(model, tokens[: start + rows.shape[0]])[start:]
+def max_error(model: LoadedModel, tokens: list[int], start: int, rows: mx.array) -> float:
+    """The largest difference of `rows`, which begin at position `start`, from the expected ones."""
+    own = expected_rows(model, tokens[: start + rows.shape[0]])[start:]
     return float(mx.abs(rows - own).max().item())
 
 
-def tapped(model: LoadedModel, kv_cache: KVCache, **others: Any) -> KVCache:
+def tap(model: LoadedModel, kv_cache: KVCache, **others: Any) -> KVCache:
     kv_cache.tap_hidden_states(HiddenStates(model.model, POINTS, **others))
     return kv_cache
 
 
-@dataclass
-class FedText:
-    """A text under test: what was fed is `tokens[: sequence.length]`."""
-
-    text: Any
-    tokens: list[int] = field(default_factory=list)
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "qwen3_next", "qwen3_5"])
 def test_hidden_rows_equal_a_manual_loop_over_the_layers(loaded: Loaded, family: str) -> None:
-    """In pieces of prompts, chains, several texts in one row, behind a rollback and behind a place given back."""
+    """For prompt chunks and chains of several texts in one forward, after rollbacks, and in a row that was reused."""
     model, draws, worst = loaded(family), random.Random(2), 0.0
-    kv_cache = tapped(model, open_kv_cache(model))
-    lines, read = [FedText(kv_cache.open()) for _ in range(3)], 0
+    kv_cache = tap(model, open_kv_cache(model))
+    texts, read = [FedText(kv_cache.open()) for _ in range(3)], 0
     for step in range(10):
         if step == 6:
-            kv_cache.close(lines.pop(0).text)
-            lines.append(FedText(kv_cache.open()))
+            kv_cache.close(texts.pop(0).sequence)
+            texts.append(FedText(kv_cache.open()))
         feeds, received = [], []
-        for line in draws.sample(lines, draws.randint(1, 3)):
-            if line.text.length > 3 and draws.random() < 0.5:
-                line.text.roll_back(line.text.length - draws.randint(1, 3))
-                del line.tokens[line.text.length :]
-            line.text.mark()
-            prompt, start = draws.random() < 0.4, line.text.length
+        for text in draws.sample(texts, draws.randint(1, 3)):
+            if text.sequence.length > 3 and draws.random() < 0.5:
+                text.sequence.roll_back(text.sequence.length - draws.randint(1, 3))
+                del text.tokens[text.sequence.length :]
+            text.sequence.mark()
+            prompt, start = draws.random() < 0.4, text.sequence.length
             new = [draws.randrange(2, 250) for _ in range(draws.randint(1, 20 if prompt else 5))]
-            line.tokens += new
+            text.tokens += new
             rows: list[mx.array] = []
             takes = rows.append if draws.random() < 0.8 else None
-            feeds.append(Feed(line.text, new, 0 if prompt else len(new), prompt, takes))
-            received += [(line, start, len(new), rows)] if takes else []
+            feeds.append(Feed(text.sequence, new, 0 if prompt else len(new), prompt, takes))
+            received += [(text, start, len(new), rows)] if takes else []
         kv_cache.forward(feeds)
-        for line, start, count, rows in received:
+        for text, start, count, rows in received:
             assert [r.shape for r in rows] == [(count, POINTS.count * 64)]
-            worst, read = max(worst, off(model, line.tokens, start, rows[0])), read + 1
+            worst, read = max(worst, max_error(model, text.tokens, start, rows[0])), read + 1
     assert read > 8 and worst < CLOSE
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_listener_of_a_slot_gets_every_committed_row_once_in_order(loaded: Loaded, family: str) -> None:
-    """Pieces of the prompt, plain steps begun ahead, chains that hold in part, in company of one nobody listens to."""
+    """Through prompt chunks, partly accepted chains and steps begun ahead, beside a slot without a listener."""
     model = loaded(family)
-    kv_cache = tapped(model, open_kv_cache(model))
+    kv_cache = tap(model, open_kv_cache(model))
     params = SamplingParams(temp=0.8, seed=5)
     prompt = [40, 41, 42, *range(50, 70)]
     truth = truth_of(model, prompt, params, 30)
@@ -126,7 +118,7 @@ def test_listener_of_a_slot_gets_every_committed_row_once_in_order(loaded: Loade
     rows = mx.concatenate(received)
     assert rows.shape[0] == len(slot.tokens) - 1
     assert slot.tokens[len(prompt) :] == truth[: len(slot.tokens) - len(prompt)]
-    assert off(model, slot.tokens, 0, rows) < CLOSE
+    assert max_error(model, slot.tokens, 0, rows) < CLOSE
 
 
 def truth_of(model: LoadedModel, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
@@ -135,7 +127,7 @@ def truth_of(model: LoadedModel, prompt: list[int], params: SamplingParams, coun
 
 
 def test_forward_without_a_reader_holds_no_hidden_rows(loaded: Loaded) -> None:
-    """While the model runs and behind it, a forward that nobody taps holds no hidden row."""
+    """Neither during the forward nor after it."""
     model = loaded()
     hidden_states = HiddenStates(model.model, POINTS)
     kv_cache = FlatKVCache(model.model)
@@ -150,15 +142,15 @@ def test_forward_without_a_reader_holds_no_hidden_rows(loaded: Loaded) -> None:
     assert during[-1] and hidden_states._seen is None
     del during[:]
     gc.collect()
-    held = [value for value in gc.get_referents(hidden_states, hidden_states.__dict__) if isinstance(value, mx.array)]
-    assert not held
+    kept = [value for value in gc.get_referents(hidden_states, hidden_states.__dict__) if isinstance(value, mx.array)]
+    assert not kept
 
 
 def test_fuse_is_applied_to_all_tapped_rows(loaded: Loaded) -> None:
     model = loaded()
     mix = mx.random.normal((POINTS.count * 64, 5))
     plain, fused = FlatKVCache(model.model), FlatKVCache(model.model)
-    tapped(model, plain)
+    tap(model, plain)
     own: list[mx.array] = []
     plain.forward([Feed(plain.open(), [5, 6, 7], 3, hidden=own.append)])
     fused.tap_hidden_states(HiddenStates(model.model, POINTS, fuse=lambda rows: rows @ mix))
@@ -174,7 +166,7 @@ def test_failed_forward_leaves_no_hidden_rows_behind(loaded: Loaded) -> None:
     kv_cache.tap_hidden_states(hidden_states)
 
     def fails(_: mx.array) -> None:
-        raise AssertionError("nobody is told of a forward that failed")
+        raise AssertionError("a failed forward must not deliver rows")
 
     with pytest.raises(ValueError, match="indices"):
         hidden_states.forward(lambda: model.model(mx.zeros((1, 3))), [(2, fails)])
@@ -182,14 +174,13 @@ def test_failed_forward_leaves_no_hidden_rows_behind(loaded: Loaded) -> None:
 
 
 def test_tapping_keeps_the_logits_classes_and_weight_names(loaded: Loaded) -> None:
-    """Its layers are what they were to all who ask: classes, attributes, names of weights."""
     model = loaded("gemma3_text")
     tokens = mx.array([[5, 6, 7, 8]])
     layer = model.model.model.layers[0]
     kind, names = type(layer), sorted(layer.parameters())
     before = model.model(tokens)
     HiddenStates(model.model, POINTS)
-    HiddenStates(model.model, POINTS)  # a second time is no second wrapper
+    HiddenStates(model.model, POINTS)  # layers are not wrapped twice
     assert isinstance(layer, kind) and type(layer).__module__ == kind.__module__
     assert sorted(layer.parameters()) == names and type(layer).__mro__[2].__name__ == "TransformerBlock"
     assert mx.array_equal(model.model(tokens), before)

@@ -1,4 +1,4 @@
-"""Texts that share a forward get the same logits as alone, whoever joins, leaves, reads or rolls back."""
+"""Texts that share a forward get the same logits as alone, while others join, leave, read prompts and roll back."""
 
 from __future__ import annotations
 
@@ -30,33 +30,36 @@ TOGETHER = ("llama", "gemma3_text", "qwen3_moe")
 
 @dataclass
 class FedText:
-    """A text under test: what was fed is `tokens[: sequence.length]`."""
+    """A text in a KV cache: its sequence there, and the tokens that it was fed."""
 
-    text: Any
+    sequence: Any
     tokens: list[int] = field(default_factory=list)
 
 
-def walk(model: LoadedModel, kv_cache: KVCache, steps: int, seed: int = 1) -> float:
-    """Feeds, rolls back, opens and closes at random; the largest difference from the model's own logits."""
-    draws, lines, worst = random.Random(seed), [FedText(kv_cache.open())], 0.0
+def random_walk(model: LoadedModel, kv_cache: KVCache, steps: int, seed: int = 1) -> float:
+    """Feeds, rolls back, opens and closes texts at random.
+
+    Returns the largest difference from the model's own logits.
+    """
+    draws, texts, worst = random.Random(seed), [FedText(kv_cache.open())], 0.0
     for _ in range(steps):
-        if len(lines) < 5 and draws.random() < 0.4:
-            lines.append(FedText(kv_cache.open()))
-        if len(lines) > 1 and draws.random() < 0.15:
-            kv_cache.close(lines.pop(draws.randrange(len(lines))).text)
+        if len(texts) < 5 and draws.random() < 0.4:
+            texts.append(FedText(kv_cache.open()))
+        if len(texts) > 1 and draws.random() < 0.15:
+            kv_cache.close(texts.pop(draws.randrange(len(texts))).sequence)
         feeds, fed = [], []
-        for line in draws.sample(lines, draws.randint(1, len(lines))):
-            if line.text.length > 3 and draws.random() < 0.3:
-                line.text.roll_back(line.text.length - draws.randint(1, 3))
-                del line.tokens[line.text.length :]
+        for text in draws.sample(texts, draws.randint(1, len(texts))):
+            if text.sequence.length > 3 and draws.random() < 0.3:
+                text.sequence.roll_back(text.sequence.length - draws.randint(1, 3))
+                del text.tokens[text.sequence.length :]
             prompt = draws.random() < 0.3
             new = [draws.randrange(2, 250) for _ in range(draws.randint(1, 40 if prompt else 5))]
-            feeds.append(Feed(line.text, new, 0 if prompt else len(new), prompt))
-            line.tokens += new
-            fed += [] if prompt else [(line, len(new))]
+            feeds.append(Feed(text.sequence, new, 0 if prompt else len(new), prompt))
+            text.tokens += new
+            fed += [] if prompt else [(text, len(new))]
         logits, row = kv_cache.forward(feeds), 0
-        for line, count in fed:
-            own = model.model(mx.array([line.tokens]))[0, -count:]
+        for text, count in fed:
+            own = model.model(mx.array([text.tokens]))[0, -count:]
             worst = max(worst, float(mx.abs(logits[row : row + count] - own).max().item()))
             row += count
     return worst
@@ -67,7 +70,7 @@ def test_texts_that_share_a_forward_get_the_logits_of_separate_forwards(loaded: 
     model = loaded(family)
     kv_cache = open_kv_cache(model)
     assert isinstance(kv_cache, FlatKVCache)
-    assert walk(model, kv_cache, 16) < 1e-3
+    assert random_walk(model, kv_cache, 16) < 1e-3
 
 
 def test_cache_layout_of_a_model_is_tried_only_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +81,7 @@ def test_cache_layout_of_a_model_is_tried_only_once(loaded: Loaded, monkeypatch:
 
 
 def test_at_most_one_layer_grows_its_buffer_in_a_forward(loaded: Loaded) -> None:
-    """Nobody who decodes waits for a forward that copies what all layers remember."""
+    """So no forward has to copy the buffers of all layers, which would delay every text in it."""
     kv_cache = open_kv_cache(loaded("llama"))
     assert isinstance(kv_cache, FlatKVCache)
     sequence, grown = kv_cache.open(), []
@@ -93,10 +96,10 @@ def test_at_most_one_layer_grows_its_buffer_in_a_forward(loaded: Loaded) -> None
 
 
 def test_text_that_sees_the_columns_of_another_is_detected(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the test above proves nothing."""
+    """Shows that `random_walk` notices a mask that is too wide."""
     model = loaded("llama")
     monkeypatch.setattr(flat.SegmentGroup, "mask", lambda self, window: None)
-    assert walk(model, FlatKVCache(model.model), 20) > 1e-2
+    assert random_walk(model, FlatKVCache(model.model), 20) > 1e-2
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma2"])
@@ -105,7 +108,7 @@ def test_models_that_cannot_share_a_forward_get_separate_caches(loaded: Loaded, 
 
 
 class RejectsWrappedLayers(nn.Module):  # type: ignore[misc]
-    """A model whose code can't do with a wrapped layer."""
+    """A model whose code fails if its embedding is wrapped."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -132,7 +135,7 @@ def test_failed_layout_leaves_the_model_unchanged(tiny_model: Callable[..., Path
         kv_cache = open_kv_cache(model)
         assert isinstance(kv_cache, SeparateKVCache)
         assert llama.scaled_dot_product_attention is flat.scaled_dot_product_attention
-        assert walk(model, kv_cache, 10) < 1e-3
+        assert random_walk(model, kv_cache, 10) < 1e-3
     finally:
         llama.scaled_dot_product_attention = attention
 
@@ -145,12 +148,12 @@ def test_wrapped_layer_exposes_its_weights(tiny_model: Callable[..., Path]) -> N
     assert isinstance(model.model.embed_tokens, nn.Embedding)
 
 
-def test_closed_texts_free_their_places(loaded: Loaded) -> None:
+def test_closed_texts_free_their_rows(loaded: Loaded) -> None:
     kv_cache = FlatKVCache(loaded("llama").model)
-    places = [kv_cache.open() for _ in range(3)]
-    kv_cache.forward([Feed(place, [5, 6, 7], 1) for place in places])
-    for place in places:
-        kv_cache.close(place)
+    sequences = [kv_cache.open() for _ in range(3)]
+    kv_cache.forward([Feed(sequence, [5, 6, 7], 1) for sequence in sequences])
+    for sequence in sequences:
+        kv_cache.close(sequence)
     assert not any(kv_cache.state())
 
 
@@ -188,6 +191,6 @@ def test_batched_requests_generate_the_texts_of_single_requests(loaded: Loaded, 
 
 
 def test_buffer_keeps_its_number_format_as_it_grows() -> None:
-    """A forward of other kernels, such as the first layers for an early exit, has rows in another one."""
+    """Appended rows may have another one, as those of the first layers that an early exit computes."""
     grown = ensure_capacity(mx.ones((1, 2, 8, 4), mx.float16), 1, 100, mx.zeros((1, 2, 1, 4), mx.float32))
     assert grown.dtype == mx.float16 and grown.shape[2] >= 100 and float(grown[:, :, :8].sum()) == 64

@@ -41,7 +41,7 @@ def test_loaded_model_reports_its_type_sizes_and_progress(tiny_model: TinyModel)
 def test_load_is_refused_where_mlx_can_not_start_its_threads(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLX would wait without end for the threads that did start."""
+    """Otherwise MLX would wait forever for the threads that did start."""
     start, started = threading.Thread.start, list[threading.Thread]()
 
     def start_two(thread: threading.Thread) -> None:
@@ -90,7 +90,7 @@ def test_quantised_weights_become_dense_float32_for_mlx_on_a_cpu(
     model.set_dtype(mx.float32)
     np.testing.assert_allclose(np.array(loaded.model(text)), np.array(model(text)), atol=1e-3)
     assert loaded.parameters == load(source).parameters
-    monkeypatch.setattr("outrider.engine.loading.physical_memory", lambda: 8 * loaded.parameters - 2)  # a container's
+    monkeypatch.setattr("outrider.engine.loading.physical_memory", lambda: 8 * loaded.parameters - 2)
     assert type(load(tmp_path).model.layers[0].self_attn.q_proj) is nn.QuantizedLinear
 
 
@@ -148,7 +148,7 @@ def test_positions_of_a_config_of_transformers_5_are_read(
 
 
 def test_absent_scaling_is_given_to_models_that_require_the_field() -> None:
-    """As of GLM-4.5 and EXAONE 4."""
+    """Such as GLM-4.5 and EXAONE 4."""
     saved = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
     assert flat_rope_fields(saved) == {"rope_theta": 5e5, "rope_scaling": None}
     assert flat_rope_fields({**saved, "rope_theta": 1e4}) == {"rope_scaling": None}
@@ -171,7 +171,8 @@ def test_missing_model_is_refused_in_one_line(where: str, expected: str) -> None
     assert "\n" not in str(caught.value)
 
 
-def broken(source: Path, tmp_path: Path, name: str) -> Path:
+def damaged_copy(source: Path, tmp_path: Path, name: str) -> Path:
+    """Copies a model folder and damages it in the way that `name` says."""
     path = tmp_path / name
     shutil.copytree(source, path)
     config = json.loads((path / "config.json").read_text())
@@ -232,7 +233,7 @@ def test_invalid_model_folder_is_refused_in_one_line(
     tiny_model: TinyModel, tmp_path: Path, name: str, expected: str
 ) -> None:
     with pytest.raises(ModelError, match=expected) as caught:
-        load(broken(tiny_model("llama"), tmp_path, name))
+        load(damaged_copy(tiny_model("llama"), tmp_path, name))
     assert "\n" not in str(caught.value)
 
 
@@ -259,7 +260,7 @@ def test_text_config_of_another_type_is_ignored(tiny_model: TinyModel, tmp_path:
 def test_model_loads_on_either_device_of_a_mac(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, device: mx.DeviceType
 ) -> None:
-    """MLX describes the default device, and only a GPU has a size of the working set."""
+    """`mx.device_info` describes the default device, but only a GPU reports the size of its working set."""
     limits: list[int] = []
     own = mx.device_info(mx.cpu)
     described = {mx.cpu: own, mx.gpu: {**own, "max_recommended_working_set_size": 2**31}}
@@ -272,7 +273,7 @@ def test_model_loads_on_either_device_of_a_mac(
 
 @pytest.mark.parametrize("compiler", ["none", "broken"])
 def test_model_loads_and_runs_without_a_working_compiler(tiny_model: TinyModel, tmp_path: Path, compiler: str) -> None:
-    """MLX compiles small kernels with g++ at run time; a model must load and run without."""
+    """MLX compiles small kernels with g++ at run time, which may be missing or broken."""
     (tmp_path / "bin").mkdir()
     if compiler == "broken":
         fake = tmp_path / "bin" / "g++"

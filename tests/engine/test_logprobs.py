@@ -40,8 +40,8 @@ def slot_of(
     return slot
 
 
-def by_hand(model: LoadedModel, params: SamplingParams, tokens: Sequence[int]) -> np.ndarray:
-    """Log-probabilities [V] of what follows `tokens`."""
+def expected_logprobs(model: LoadedModel, params: SamplingParams, tokens: Sequence[int]) -> np.ndarray:
+    """Log-probabilities [V] of the token after `tokens`, by a single forward."""
     logits = model.model(mx.array([tokens]))[0, -1:].astype(mx.float32)
     processors = make_logits_processors(
         dict(params.logit_bias) or None, params.repetition_penalty if params.repetition_penalty != 1 else None, 20,
@@ -51,17 +51,17 @@ def by_hand(model: LoadedModel, params: SamplingParams, tokens: Sequence[int]) -
         logits = processor(mx.array(tokens), logits)
     wide = np.array(logits, np.float64)[0]
     if params.grammar is not None:
-        digits = [ord(letter) - 33 + 2 for letter in "0123456789"]  # as tests.tiny spells them; 0 ends the text
+        digits = [ord(letter) - 33 + 2 for letter in "0123456789"]  # with tests.tiny's tokenizer; 0 ends the text
         wide[[i for i in range(len(wide)) if i not in [*digits, *([0] if len(tokens) > len(PROMPT) else [])]]] = -np.inf
     return wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max()
 
 
 def check(model: LoadedModel, params: SamplingParams, tokens: Sequence[int], reported: Logprobs) -> None:
-    """`tokens` were generated behind PROMPT."""
+    """Checks the log-probabilities reported for `tokens`, which were generated after PROMPT."""
     width = 1 + (params.logprobs or 0)
     assert reported.ids.shape == reported.values.shape == (len(tokens), width)
     for i, token in enumerate(tokens):
-        own = by_hand(model, params, [*PROMPT, *tokens[:i]])
+        own = expected_logprobs(model, params, [*PROMPT, *tokens[:i]])
         known = reported.values[i] > IMPOSSIBLE_LOGPROB
         assert reported.ids[i, 0] == token
         assert np.abs(reported.values[i][known] - own[reported.ids[i][known]]).max() < 1e-4

@@ -21,7 +21,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-@pytest.mark.skipif(getattr(ctypes.CDLL(None), "malloc_trim", None) is None, reason="glibc alone keeps it")
+@pytest.mark.skipif(getattr(ctypes.CDLL(None), "malloc_trim", None) is None, reason="only glibc keeps freed memory")
 def test_free_memory_between_live_blocks_returns_to_the_system() -> None:
     blocks = [np.ones(4 * PAGE, np.float32) for _ in range(1024)]
     release_memory()
@@ -59,17 +59,17 @@ def test_closing_a_long_text_returns_its_memory(monkeypatch: pytest.MonkeyPatch)
 def test_memory_is_given_back_when_idle_or_after_many_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(memory, "release_memory", lambda: given.append(number))
-    held = PeakMemory()
+    released_at: list[int] = []
+    monkeypatch.setattr(memory, "release_memory", lambda: released_at.append(number))
+    peak = PeakMemory()
     for number in range(200):
-        held.count_ended_text(idle=number % 100 == 99)
-    assert given == [63, 99, 163, 199]
+        peak.count_ended_text(idle=number % 100 == 99)
+    assert released_at == [63, 99, 163, 199]
 
 
-@pytest.mark.skipif(memory.mx.default_device().type != memory.mx.cpu, reason="on a GPU it is MLX's own count")
+@pytest.mark.skipif(memory.mx.default_device().type != memory.mx.cpu, reason="on a GPU, MLX counts it")
 def test_peak_memory_on_a_cpu_counts_allocations_outside_mlx() -> None:
-    held = PeakMemory()
-    held.restart()
+    peak = PeakMemory()
+    peak.restart()
     block = np.ones(16 * 2**20, np.float32)
-    assert held.bytes() >= block.nbytes
+    assert peak.bytes() >= block.nbytes

@@ -36,7 +36,7 @@ print(*heavy)
 def test_loading_a_model_imports_no_tokenizers_or_downloads(
     tiny_model: Callable[..., Path], more: list[str], heavy: str
 ) -> None:
-    """Of a mlx-lm that takes more of them than we know, everything."""
+    """If mlx-lm needs more names of a module than `LEFT_OUT` lists, all modules are imported."""
     loaded = subprocess.run(
         [sys.executable, "-P", "-c", LOAD, tiny_model(), *more],
         env=child_environment(), capture_output=True, text=True, timeout=200,

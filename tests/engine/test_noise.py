@@ -100,7 +100,7 @@ def test_no_row_is_a_permutation_of_another_row() -> None:
 
 
 def test_changing_either_half_of_a_key_changes_the_row() -> None:
-    """With one half the same, rows share no more values than chance has them share, nor are they correlated."""
+    """Rows whose keys have one equal half share no more values than by chance, and are uncorrelated."""
     tokens = np.arange(4096, dtype=np.uint32)
     same, others = np.full((64, 1), 12345, dtype=np.uint32), np.arange(64, dtype=np.uint32)[:, None]
     for first, second in ((same, others), (same, others << 20), (others << 20, same)):
@@ -142,7 +142,7 @@ def test_streams_are_uncorrelated_with_each_other_and_coupled_noise() -> None:
 
 
 @pytest.mark.parametrize("xp", [np, mx])
-def test_gumbel_at_some_tokens_equals_the_full_row_there(xp: Any) -> None:
+def test_noise_of_selected_tokens_equals_that_of_the_full_row(xp: Any) -> None:
     seeds, positions = [3, derive_seed(5, Purpose.DRAFT, 9)], [12, 4]
     tokens = np.array([[0, 4095, 7], [9, 9, 1]], np.int32)
     found = np.array(noise.gumbel_at(xp, seeds, positions, xp.array(tokens)))

@@ -1,4 +1,4 @@
-"""ONNX Runtime on a CPU: the model's own logits and, with 8-bit activations, equal bits however a text is fed."""
+"""ONNX Runtime on a CPU has MLX's logits and, with 8-bit activations, the same bits however a text is fed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 
 Loaded = Callable[..., LoadedModel]
 Quantised = Callable[..., LoadedModel]
-SERVED = [
+SUPPORTED = [
     "llama", "llama3", "mistral", "smollm3", "granite", "qwen2", "qwen3", "phi3", "gemma3_text",
     "internlm3", "mimo", "nanbeige", "seed_oss",
 ]  # fmt: skip
@@ -93,43 +93,46 @@ def some_tokens(number: int, length: int) -> list[int]:
     return [(7 * i + 31 * number) % 250 for i in range(length)]
 
 
-def fed(texts: Any, text: Any, tokens: Sequence[int], prompt: bool = False) -> np.ndarray:
-    """A copy of the logits of all of them."""
-    return np.array(texts.forward([Feed(text, list(tokens), len(tokens), prompt)]))
+def feed_tokens(kv_cache: Any, sequence: Any, tokens: Sequence[int], prompt: bool = False) -> np.ndarray:
+    """Feeds `tokens` and returns a copy of their logits, [N, V]."""
+    return np.array(kv_cache.forward([Feed(sequence, list(tokens), len(tokens), prompt)]))
 
 
 def on_mlx(model: LoadedModel) -> LoadedModel:
     return replace(model, cpu=None)
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", SUPPORTED)
 def test_ragged_chains_have_the_logits_of_mlx(loaded: Loaded, family: str) -> None:
     model, found = loaded(family), []
     assert model.cpu is not None and not model.cpu.quantised
     for kv_cache in (open_kv_cache(model), FlatKVCache(model.model)):
-        places = [kv_cache.open() for _ in range(3)]
-        for number, (place, length) in enumerate(zip(places, (30, 7, 60), strict=True)):  # past gemma's window of 32
-            kv_cache.forward([Feed(place, some_tokens(number, length), 0, True)])
-        feeds = [Feed(place, some_tokens(9, count), count) for place, count in zip(places, (5, 1, 3), strict=True)]
+        sequences = [kv_cache.open() for _ in range(3)]
+        lengths = (30, 7, 60)  # past gemma's window of 32
+        for number, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+            kv_cache.forward([Feed(sequence, some_tokens(number, length), 0, True)])
+        feeds = [
+            Feed(sequence, some_tokens(9, count), count) for sequence, count in zip(sequences, (5, 1, 3), strict=True)
+        ]
         found.append(np.array(kv_cache.forward(feeds)))
     assert np.abs(found[0] - found[1]).max() < 2e-4
-    assert not np.array_equal(*found)  # else one of them was not asked
+    assert not np.array_equal(*found)  # so these are two computations
 
 
 def test_text_at_the_end_of_the_buffers_shares_a_forward_with_any_chain(loaded: Loaded) -> None:
-    """Attention has as many queries for each text as for the longest chain, and columns for all of them."""
+    """Attention computes as many queries for each text as for the longest chain, and needs columns for all of them."""
     kv_cache = open_kv_cache(loaded("llama"))
     text, other = kv_cache.open(), kv_cache.open()
-    fed(kv_cache, other, some_tokens(2, 20), prompt=True)
+    feed_tokens(kv_cache, other, some_tokens(2, 20), prompt=True)
     for length in range(0, 260, 10):
-        alone = fed(kv_cache, text, some_tokens(1, 10))
+        alone = feed_tokens(kv_cache, text, some_tokens(1, 10))
         text.roll_back(length)
         together = kv_cache.forward([Feed(text, some_tokens(1, 10), 10), Feed(other, some_tokens(3, 33), 33)])
         assert np.abs(np.array(together)[:10] - alone).max() < 1e-4, length
         other.roll_back(20)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SERVED])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SUPPORTED])
 def test_unsupported_families_are_left_to_mlx(loaded: Loaded, family: str) -> None:
     model = loaded(family)
     assert model.cpu is None
@@ -138,23 +141,23 @@ def test_unsupported_families_are_left_to_mlx(loaded: Loaded, family: str) -> No
 def test_heads_of_a_width_that_has_no_kernel_are_left_to_mlx(
     loaded: Loaded, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Before a graph is built, which would fail with a line of ONNX Runtime's on stderr."""
+    """This is found before a graph is built, which would fail and let ONNX Runtime print an error."""
     assert loaded("llama", head_dim=24).cpu is None
     assert "heads of width 24 are not supported, only multiples of 16" in caplog.text
     assert "GroupQueryAttention" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("per_token", [False, PER_TOKEN])
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", SUPPORTED)
 def test_logits_of_a_quantised_model_stay_close_to_those_of_mlx(
     quantised: Quantised, family: str, per_token: bool
 ) -> None:
-    """Only activations are rounded, or weights to 8 bits, too: logits are MLX's own but for that."""
+    """They differ only because activations, and weights of other forms, are rounded to 8 bits."""
     model = quantised(family, per_token=per_token)
     assert model.cpu is not None and model.cpu.quantised
     assert model.number_format.startswith("int8-onnxruntime-")
     kv_cache, tokens = open_kv_cache(model), some_tokens(1, 40)
-    found = fed(kv_cache, kv_cache.open(), tokens)
+    found = feed_tokens(kv_cache, kv_cache.open(), tokens)
     own = np.array(model.model(mx.array([tokens]))[0])
     assert np.sqrt(np.square(found - own).mean()) < 0.1 * own.std()
 
@@ -169,8 +172,8 @@ def test_biases_of_every_form_of_affine_weights_are_applied(
     assert rest.any() == (kind == "uneven")
     kv_cache, tokens = open_kv_cache(model), some_tokens(1, 12)
     own = np.array(model.model(mx.array([tokens]))[0])
-    assert np.sqrt(np.square(fed(kv_cache, kv_cache.open(), tokens) - own).mean()) < 0.1 * own.std()
-    if kind == "uneven" and not per_token:  # rounded zero points alone are another model
+    assert np.sqrt(np.square(feed_tokens(kv_cache, kv_cache.open(), tokens) - own).mean()) < 0.1 * own.std()
+    if kind == "uneven" and not per_token:  # with rounded zero points alone, the error is large
         own_points = Affine.zero_points
         monkeypatch.setattr(Affine, "zero_points", lambda self: (own_points(self)[0], np.zeros_like(self.biases)))
         wrong = OrtForward(DecoderLayers.of(model.model, "llama"))
@@ -181,7 +184,7 @@ def test_biases_of_every_form_of_affine_weights_are_applied(
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(40, 5), (40, 32), (40, 48)])
 def test_rest_of_the_biases_is_coded_within_a_quarter_of_a_step(bits: int, shape: tuple[int, int]) -> None:
-    """Also where a few are far from all multiples of the row's steps, as of groups whose weights have one sign."""
+    """Also with a few outliers, as in groups whose weights all have the same sign."""
     noise = np.random.default_rng(5)
     steps = noise.uniform(0.5, 1.0, (shape[0], 1)).astype(np.float32)
     even = noise.uniform(-0.5, 0.5, shape).astype(np.float32) * steps
@@ -208,13 +211,15 @@ def test_rest_of_the_biases_is_coded_within_a_quarter_of_a_step(bits: int, shape
 def test_logits_are_bit_equal_at_every_forward_width(
     quantised: Quantised, family: str, bits: int, group: int, kind: str, per_token: bool
 ) -> None:
-    """1 to 32 tokens a forward, chains and pieces of prompts alike."""
+    """With 1 to 32 tokens per forward, fed as chains and as prompt chunks."""
     kv_cache = open_kv_cache(quantised(family, bits, group, kind, per_token))
     tokens, whole = some_tokens(3, 40), kv_cache.open()
-    truth = fed(kv_cache, whole, tokens, True)
+    truth = feed_tokens(kv_cache, whole, tokens, True)
     for width in range(1, 33):
         sequence = kv_cache.open()
-        parts = [fed(kv_cache, sequence, tokens[i : i + width], width > 16) for i in range(0, len(tokens), width)]
+        parts = [
+            feed_tokens(kv_cache, sequence, tokens[i : i + width], width > 16) for i in range(0, len(tokens), width)
+        ]
         assert np.array_equal(np.concatenate(parts), truth), width
         kv_cache.close(sequence)
 
@@ -223,14 +228,14 @@ def test_logits_are_bit_equal_at_every_forward_width(
 def test_padded_forwards_have_the_same_bits(
     quantised: Quantised, min_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A processor whose kernels compute one row in another way gets at least two."""
+    """On a CPU whose kernels compute a single row differently, every forward gets at least two."""
     model = quantised()
     tokens, kv_cache = some_tokens(3, 12), open_kv_cache(model)
-    truth = fed(kv_cache, kv_cache.open(), tokens)
+    truth = feed_tokens(kv_cache, kv_cache.open(), tokens)
     monkeypatch.setattr(model.cpu, "min_rows", min_rows)
     sequence, parts = kv_cache.open(), []
     for start, end in pairwise((0, 1, 2, 5, 12)):
-        parts.append(fed(kv_cache, sequence, tokens[start:end]))
+        parts.append(feed_tokens(kv_cache, sequence, tokens[start:end]))
     assert np.array_equal(np.concatenate(parts), truth)
 
 
@@ -238,7 +243,7 @@ def test_padded_forwards_have_the_same_bits(
 def test_outliers_do_not_take_the_levels_of_other_activations(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one scale for a token, a few large activations would round all others to nothing; rotations spread them."""
+    """With one scale per token, a few large activations would round all others to zero; rotations spread them."""
     model, config = load_model(tiny_model("llama"))
     for layer in model.layers:
         own = layer.self_attn
@@ -284,15 +289,15 @@ def test_matrices_with_one_input_may_be_quantised_differently(tiny_model: Callab
     mixed = load(tmp_path)
     assert mixed.cpu is not None
     kv_cache, tokens = open_kv_cache(mixed), some_tokens(3, 40)
-    truth = fed(kv_cache, kv_cache.open(), tokens, True)
+    truth = feed_tokens(kv_cache, kv_cache.open(), tokens, True)
     for width in (1, 2, 7):
         sequence = kv_cache.open()
-        parts = [fed(kv_cache, sequence, tokens[i : i + width], False) for i in range(0, len(tokens), width)]
+        parts = [feed_tokens(kv_cache, sequence, tokens[i : i + width], False) for i in range(0, len(tokens), width)]
         assert np.array_equal(np.concatenate(parts), truth), width
 
 
 def test_text_can_pass_the_end_of_the_tabulated_angles(loaded: Loaded) -> None:
-    """A token that is fed alone is padded to two rows, so it wants one column more than it has positions."""
+    """A token that is fed alone is padded to two rows, so it needs the angles of one position more."""
     made = OrtForward(DecoderLayers.of(loaded("llama").model, "llama"))
     end = len(made._angles[0][0])
     caches = [FlatCache(FlatAttentionMetadata()) for _ in made.shapes]
@@ -304,10 +309,10 @@ def test_text_can_pass_the_end_of_the_tabulated_angles(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize("per_token", [False, PER_TOKEN])
 def test_logits_are_bit_equal_with_concurrent_requests(quantised: Quantised, per_token: bool) -> None:
-    """Neighbours of other lengths before and behind, one that reads its prompt, one that is idle, one that leaves."""
+    """The text has neighbours of other lengths on both sides: some read their prompt, are idle, or leave."""
     kv_cache = open_kv_cache(quantised(per_token=per_token))
     tokens = some_tokens(3, 60)
-    truth = fed(kv_cache, kv_cache.open(), tokens)
+    truth = feed_tokens(kv_cache, kv_cache.open(), tokens)
     others = [kv_cache.open() for _ in range(2)]
     own = kv_cache.open()
     others += [kv_cache.open() for _ in range(2)]
@@ -332,39 +337,39 @@ def test_logits_are_bit_equal_with_concurrent_requests(quantised: Quantised, per
 def test_logits_are_bit_equal_after_rollbacks_and_copies(quantised: Quantised, per_token: bool) -> None:
     kv_cache = open_kv_cache(quantised(per_token=per_token))
     tokens = some_tokens(3, 50)
-    truth = fed(kv_cache, kv_cache.open(), tokens)
+    truth = feed_tokens(kv_cache, kv_cache.open(), tokens)
     sequence = kv_cache.open()
-    fed(kv_cache, sequence, tokens[:20])
+    feed_tokens(kv_cache, sequence, tokens[:20])
     for length in (19, 11, 3):
-        fed(kv_cache, sequence, some_tokens(5, 9))
+        feed_tokens(kv_cache, sequence, some_tokens(5, 9))
         sequence.roll_back(length)
-        fed(kv_cache, sequence, tokens[length:20])
-    assert np.array_equal(fed(kv_cache, sequence, tokens[20:30]), truth[20:30])
+        feed_tokens(kv_cache, sequence, tokens[length:20])
+    assert np.array_equal(feed_tokens(kv_cache, sequence, tokens[20:30]), truth[20:30])
     saved = kv_cache.save(sequence, 25)
-    fed(kv_cache, sequence, some_tokens(6, 30))
+    feed_tokens(kv_cache, sequence, some_tokens(6, 30))
     other = kv_cache.open()
     kv_cache.adopt(other, CachedPrefix(saved, 23))
-    assert np.array_equal(fed(kv_cache, other, tokens[23:]), truth[23:])
+    assert np.array_equal(feed_tokens(kv_cache, other, tokens[23:]), truth[23:])
 
 
 def test_forward_does_not_write_to_an_idle_text(quantised: Quantised) -> None:
-    """It lies between two that are fed, in the buffers that the forward has."""
+    """The idle text's row lies between the rows of two texts that are fed, in the same buffers."""
     kv_cache = open_kv_cache(quantised())
-    places = [kv_cache.open() for _ in range(3)]
-    for number, place in enumerate(places):
-        fed(kv_cache, place, some_tokens(number, 20))
-    before = [np.array(part) for part in kv_cache.save(places[1], 20).layers[0]]
-    kv_cache.forward([Feed(place, some_tokens(4, 6), 6) for place in (places[0], places[2])])
-    after = [np.array(part) for part in kv_cache.save(places[1], 20).layers[0]]
+    sequences = [kv_cache.open() for _ in range(3)]
+    for number, sequence in enumerate(sequences):
+        feed_tokens(kv_cache, sequence, some_tokens(number, 20))
+    before = [np.array(part) for part in kv_cache.save(sequences[1], 20).layers[0]]
+    kv_cache.forward([Feed(sequence, some_tokens(4, 6), 6) for sequence in (sequences[0], sequences[2])])
+    after = [np.array(part) for part in kv_cache.save(sequences[1], 20).layers[0]]
     assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
 
 
 def test_keys_and_values_of_a_quantised_model_are_float16(quantised: Quantised, loaded: Loaded) -> None:
-    """Its saved prefix, which the prompt cache holds, is in the same format; a float32 model is not rounded."""
+    """So are the prefixes that the prompt cache saves. Those of a float32 model are not rounded."""
     for model, dtype in ((quantised(), mx.float16), (loaded("llama"), mx.float32)):
         kv_cache = open_kv_cache(model)
         sequence = kv_cache.open()
-        fed(kv_cache, sequence, some_tokens(1, 20))
+        feed_tokens(kv_cache, sequence, some_tokens(1, 20))
         assert {part.dtype for part in kv_cache.save(sequence, 20).layers[0]} == {dtype}
 
 
@@ -376,18 +381,18 @@ def test_hidden_rows_equal_those_of_mlx(loaded: Loaded, points: HiddenStatePoint
     for kv_cache in (open_kv_cache(model), FlatKVCache(model.model)):
         kv_cache.tap_hidden_states(HiddenStates(model.model, points))
         received: list[mx.array] = []
-        places = [kv_cache.open() for _ in range(2)]
+        sequences = [kv_cache.open() for _ in range(2)]
         kv_cache.forward(
-            [Feed(places[0], some_tokens(1, 9), 0, True, received.append), Feed(places[1], some_tokens(2, 3), 3)]
+            [Feed(sequences[0], some_tokens(1, 9), 0, True, received.append), Feed(sequences[1], some_tokens(2, 3), 3)]
         )
-        kv_cache.forward([Feed(place, some_tokens(3, 2), 2, False, received.append) for place in places])
+        kv_cache.forward([Feed(sequence, some_tokens(3, 2), 2, False, received.append) for sequence in sequences])
         found.append(np.concatenate([np.array(rows) for rows in received]))
     assert found[0].shape == (13, points.count * 64)
     assert np.abs(found[0] - found[1]).max() < 1e-4
 
 
 def test_returned_rows_are_not_overwritten_by_the_next_forward(loaded: Loaded) -> None:
-    """What a forward returned is its reader's, whatever the next one over the same buffers is asked for."""
+    """The next forward uses the same buffers, but returns other rows."""
     model = loaded("llama")
     forward = OrtForward(DecoderLayers.of(model.model, model.model_type))
     caches = [FlatCache(FlatAttentionMetadata()) for _ in forward.shapes]
@@ -399,36 +404,37 @@ def test_returned_rows_are_not_overwritten_by_the_next_forward(loaded: Loaded) -
 
 
 def test_layer_buffers_of_different_sizes_are_bound_as_they_are(loaded: Loaded) -> None:
-    """Layers' buffers grow one after the other, so one may lie where a smaller one lay."""
+    """Layers' buffers grow one at a time, and a larger buffer may have the address of a smaller one."""
     model = loaded("llama")
     forward = OrtForward(DecoderLayers.of(model.model, model.model_type))
     memory = [np.zeros(2 * 64 * shape.kv_heads * shape.width, np.float32) for shape in forward.shapes for _ in range(2)]
 
     @dataclass
-    class Laid:
-        """A layer's cache: the first layer's as ever, the others' with more columns, in the same places."""
+    class CacheAtFixedAddress:
+        """A layer's cache at a fixed address. The first layer's has 64 columns, the others' have `columns`."""
 
         number: int
-        more: int
+        columns: int
 
         @property
         def views(self) -> int:
-            return self.more
+            return self.columns
 
         def on_host(self, rows: int, columns: int, like: mx.array) -> tuple[np.ndarray, np.ndarray]:
-            laid = (1, like.shape[1], self.more if self.number else 64, like.shape[3])
-            keys, values = (memory[2 * self.number + i][: int(np.prod(laid))].reshape(laid) for i in range(2))
+            shape = (1, like.shape[1], self.columns if self.number else 64, like.shape[3])
+            keys, values = (memory[2 * self.number + i][: int(np.prod(shape))].reshape(shape) for i in range(2))
             return keys, values
 
     tokens, part, wanted = np.array([1, 2, 3, 4]), Segment(0, 0, 4), np.arange(4)
     for columns in (64, 128):
-        forward(tokens, [part], [Laid(number, columns) for number in range(len(forward.shapes))], wanted)
+        caches = [CacheAtFixedAddress(number, columns) for number in range(len(forward.shapes))]
+        forward(tokens, [part], caches, wanted)
     shape = forward.shapes[1]
     grown = memory[2][: 128 * shape.kv_heads * shape.width].reshape(shape.kv_heads, 128, shape.width)
     assert np.abs(grown[:, :4]).min() > 0
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", SUPPORTED)
 def test_tree_scores_and_choices_equal_those_of_mlx(loaded: Loaded, family: str) -> None:
     """Through forks, a commit, more forks and a gather; also past the first buffer of columns."""
     model, params = loaded(family), SamplingParams(temp=0.8, seed=3)
@@ -452,7 +458,7 @@ def test_tree_scores_and_choices_equal_those_of_mlx(loaded: Loaded, family: str)
 
 
 def test_rows_of_a_closed_tree_are_reused_without_a_trace(quantised: Quantised) -> None:
-    """What a row held before says nothing in the next text."""
+    """The keys and values that a row held before do not affect the next text."""
     model = quantised()
     assert find_tree_form(model) is JointKVRows
 
@@ -469,7 +475,7 @@ def test_rows_of_a_closed_tree_are_reused_without_a_trace(quantised: Quantised) 
 
 
 def test_quantised_target_verifies_no_trees(quantised: Quantised, loaded: Loaded) -> None:
-    """A side branch's keys are added up in another order than its chain's would be."""
+    """A side branch's attention sums its keys in another order than a chain's, so its bits would differ."""
     assert not open_kv_cache(quantised()).trees
     assert open_kv_cache(loaded("llama")).trees
 
@@ -479,15 +485,18 @@ def test_ort_texts_begin_no_step_ahead(loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_saved_prefix_survives_rewriting_of_its_place(loaded: Loaded, kv_heads: int) -> None:
-    """Forwards write in place: nothing may share a text's columns, which follow one another if there is one head."""
+def test_saved_prefix_survives_rewriting_of_its_row(loaded: Loaded, kv_heads: int) -> None:
+    """Forwards write in place, so a saved prefix must not share memory with its row.
+
+    A row with one head is contiguous, so that a careless copy would share it.
+    """
     kv_cache = open_kv_cache(loaded("llama", num_key_value_heads=kv_heads))
     sequence = kv_cache.open()
-    fed(kv_cache, sequence, some_tokens(1, 30))
+    feed_tokens(kv_cache, sequence, some_tokens(1, 30))
     saved = kv_cache.save(sequence, 30)
     before = [np.array(keys) for keys, _ in saved.layers]
     sequence.roll_back(3)
-    fed(kv_cache, sequence, some_tokens(2, 20))
+    feed_tokens(kv_cache, sequence, some_tokens(2, 20))
     assert all(np.array_equal(old, keys) for old, (keys, _) in zip(before, saved.layers, strict=True))
 
 
@@ -502,7 +511,7 @@ def test_cpu_kernels_variable_selects_mlx(tiny_model: Callable[..., Path], monke
 def test_graph_that_computes_another_model_is_not_used(
     tiny_model: Callable[..., Path], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLX computes the model if rotations are left out, keys and values change places, or weights differ."""
+    """MLX computes the model if the graph omits rotations, swaps keys and values, or has other weights."""
 
     def without_rotation(rope: object, width: int, count: int) -> np.ndarray:
         return np.stack([np.ones((count, width // 2), np.float32), np.zeros((count, width // 2), np.float32)])
@@ -532,7 +541,7 @@ def test_graph_that_computes_another_model_is_not_used(
 def test_mlx_does_not_compute_a_model_that_memory_ran_out_for(
     tiny_model: Callable[..., Path], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It needs more memory: dense float32 weights, and buffers for which OpenBLAS asks without end."""
+    """MLX needs more memory: dense float32 weights, and buffers that OpenBLAS would request forever."""
 
     def run_out(*_: object) -> None:
         raise error
@@ -545,7 +554,7 @@ def test_mlx_does_not_compute_a_model_that_memory_ran_out_for(
 def test_window_of_a_layer_whose_cache_keeps_all_tokens_is_left_to_mlx(
     loaded: Loaded, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of SmolLM3's sliding layers: the graph would let them see all tokens, which the check's few do not show."""
+    """Such as SmolLM3's sliding layers: the graph would let them see all tokens, which the short check can't detect."""
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     assert loaded("smollm3", layer_types=kinds, sliding_window=8).cpu is None
     assert "it has layers with a window, but their caches keep all tokens" in caplog.text

@@ -1,4 +1,4 @@
-"""Graphs kept on disk, and forwards on the drafters' core, too: the same bits, whatever happens to the files."""
+"""Cached graphs give the same bits whatever happens to their files, also on both the target's and drafters' core."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def quantised(source: Path, folder: Path, bits: int = 4, uneven: bool = True) ->
 
 @pytest.fixture
 def model(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A quantised model, whose graph is kept although it is small."""
+    """A quantised model whose graph is cached although it is small."""
     monkeypatch.setattr(sessions, "_MIN_WEIGHT_BYTES", 0)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return quantised(tiny_model("llama"), tmp_path / "model")
@@ -84,12 +84,12 @@ def test_onnx_runtime_collects_no_telemetry(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*")) == []  # neither an identifier of this machine nor events to upload
 
 
-def kept(tmp_path: Path) -> list[Path]:
+def cached_graphs(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "graphs").glob("[!.]*"))
 
 
 def fail_if_called(*_: Any, **__: Any) -> None:
-    raise AssertionError("the kept graph was not used")
+    raise AssertionError("the cached graph was not used")
 
 
 @pytest.mark.usefixtures("rounding")
@@ -97,7 +97,7 @@ def test_cached_graph_is_used_without_another_build_or_check(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = logits(model)
-    assert [path.name for path in kept(tmp_path)[0].iterdir()]
+    assert [path.name for path in cached_graphs(tmp_path)[0].iterdir()]
     monkeypatch.setattr(graph, "build", fail_if_called)
     monkeypatch.setattr(forward, "_to_embedding_rows", fail_if_called)
     monkeypatch.setattr(check, "check_logits", fail_if_called)
@@ -130,18 +130,18 @@ def test_graph_in_groups_is_kept_where_rounding_per_token_is_too_imprecise(
 def test_text_of_the_check_begins_as_the_models_texts_do(
     model: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any], generation: dict[str, Any], first: int
 ) -> None:
-    """Without its first token a model may give all attention to few tokens, and rounding looks like an error."""
+    """Without its usual first token, a model may give all attention to few tokens; rounding then seems an error."""
     texts: list[list[int]] = []
     sound = check.feed_in_pieces
 
-    def note(of: Any, tokens: Any, *rest: Any, **settings: Any) -> Any:
+    def record(of: Any, tokens: Any, *rest: Any, **settings: Any) -> Any:
         texts.append([int(token) for token in tokens])
         return sound(of, tokens, *rest, **settings)
 
     config = model / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | named))
     (model / "generation_config.json").write_text(json.dumps(generation))
-    monkeypatch.setattr(check, "feed_in_pieces", note)
+    monkeypatch.setattr(check, "feed_in_pieces", record)
     cpu, text = load(model).cpu, texts[-1]
     assert cpu is not None
     assert {text[0] for text in texts} == {first}
@@ -188,64 +188,64 @@ def test_changed_model_file_or_kernel_replaces_the_cached_graph(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits(model)
-    (old,) = kept(tmp_path)
+    (old,) = cached_graphs(tmp_path)
     config = model / "config.json"
     config.write_text(config.read_text() + " ")
     logits(model)
-    (new,) = kept(tmp_path)
+    (new,) = cached_graphs(tmp_path)
     assert new != old
     monkeypatch.setattr(sessions, "kernel_name", lambda: "int8-onnxruntime-9.0-sve")
     logits(model)
-    assert kept(tmp_path) != [new]
+    assert cached_graphs(tmp_path) != [new]
 
 
 def test_weights_that_change_in_place_replace_the_cached_graph(model: Path, tmp_path: Path) -> None:
     """The digest of a model reads the beginning of each tensor only."""
     before = logits(model)
-    (old,) = kept(tmp_path)
+    (old,) = cached_graphs(tmp_path)
     file = model / "model.safetensors"
     raw = bytearray(file.read_bytes())
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     end = 8 + int.from_bytes(raw[:8], "little") + header["model.embed_tokens.weight"]["data_offsets"][1]
     raw[end - 5000 : end] = bytes(5000)
     file.write_bytes(raw)
-    assert not np.array_equal(logits(model), before) and kept(tmp_path) != [old]
+    assert not np.array_equal(logits(model), before) and cached_graphs(tmp_path) != [old]
 
 
 def test_graphs_that_were_not_used_for_long_are_removed(model: Path, tmp_path: Path) -> None:
-    """Their models may be gone; a graph that is used stays, however old it is."""
+    """Their models may have been deleted. A graph that is in use stays, however old it is."""
     forgotten, used = (shutil.copytree(model, tmp_path / name) for name in ("forgotten", "used"))
     logits(forgotten)
-    (oldest,) = kept(tmp_path)
+    (oldest,) = cached_graphs(tmp_path)
     logits(used)
-    for graph_folder in kept(tmp_path):
+    for graph_folder in cached_graphs(tmp_path):
         os.utime(graph_folder, (0, 0))
     digest._in_use.clear()  # as if the processes that made them had ended
     logits(used)
-    before = kept(tmp_path)
+    before = cached_graphs(tmp_path)
     logits(model)
-    assert len(before) == 2 and set(before) - set(kept(tmp_path)) == {oldest}
+    assert len(before) == 2 and set(before) - set(cached_graphs(tmp_path)) == {oldest}
 
 
 def test_processes_with_and_without_a_drafters_core_share_the_cached_graph(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check of one core does not speak for two, so it is made again; the graph is the same."""
+    """The check is repeated, since one core's does not count for two; the graph is the same."""
     logits(model)
-    (graph_folder,) = kept(tmp_path)
+    (graph_folder,) = cached_graphs(tmp_path)
     monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(CORE))
     logits(model)
-    assert kept(tmp_path) == [graph_folder]
+    assert cached_graphs(tmp_path) == [graph_folder]
     monkeypatch.delenv(DRAFTER_CORE_VARIABLE)
     monkeypatch.setattr(sessions.CachedGraph, "record_check", fail_if_called)
     logits(model)
-    assert kept(tmp_path) == [graph_folder]
+    assert cached_graphs(tmp_path) == [graph_folder]
 
 
 def test_processes_with_more_threads_share_the_cached_graph(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packing the weights of a large model takes a minute; the check, which is made again, a second."""
+    """Packing a large model's weights takes a minute. Only the check is repeated, which takes a second."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     alone = logits(model)
     checks = []
@@ -253,7 +253,7 @@ def test_processes_with_more_threads_share_the_cached_graph(
     monkeypatch.setattr(sessions.CachedGraph, "record_check", lambda _, min_rows: checks.append(min_rows))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert np.array_equal(logits(model), alone)
-    assert len(kept(tmp_path)) == len(checks) == 1
+    assert len(cached_graphs(tmp_path)) == len(checks) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     logits(model)
     assert len(checks) == 1
@@ -261,7 +261,7 @@ def test_processes_with_more_threads_share_the_cached_graph(
 
 def test_damaged_cache_files_are_rebuilt(model: Path, tmp_path: Path, rounding: bool) -> None:
     first = logits(model)
-    (folder,) = kept(tmp_path)
+    (folder,) = cached_graphs(tmp_path)
     names = {"graph.onnx", "weights.bin", "checked.json", "biases.bin", "biases.json", "embedding.bin"}
     names -= {"biases.bin", "biases.json"} if rounding or not exact_biases.IS_SUPPORTED else set()
     for name in sorted(names):
@@ -286,7 +286,7 @@ def test_cache_that_cannot_be_looked_up_is_not_used(model: Path, monkeypatch: py
 def test_unwritable_cache_does_not_change_the_logits(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With biases that are multiples of the scales: others are then rounded, and the number format says so."""
+    """With biases that are multiples of the scales. Others are then rounded, and the number format says so."""
     even = quantised(tiny_model("llama"), tmp_path / "even", uneven=False)
     first = logits(even)
     unwritable_cache(tmp_path, monkeypatch)
@@ -294,20 +294,20 @@ def test_unwritable_cache_does_not_change_the_logits(
 
 
 @pytest.mark.parametrize("scarce", ["memory", "disk"])
-def test_graph_that_there_is_no_room_for_is_not_written_but_read(
+def test_graph_is_read_but_not_written_when_memory_or_disk_is_short(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scarce: str
 ) -> None:
     with monkeypatch.context() as patch:
-        shrink(scarce, patch)
+        simulate_shortage(scarce, patch)
         logits(model)
-        assert kept(tmp_path) == []
+        assert cached_graphs(tmp_path) == []
     logits(model)
-    shrink(scarce, monkeypatch)
+    simulate_shortage(scarce, monkeypatch)
     monkeypatch.setattr(graph, "build", fail_if_called)
     logits(model)
 
 
-def shrink(scarce: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def simulate_shortage(scarce: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if scarce == "memory":
         monkeypatch.setattr(sessions, "physical_memory", lambda: 1000)
     else:
@@ -315,7 +315,7 @@ def shrink(scarce: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_graph_depends_only_on_the_files_that_are_loaded(model: Path) -> None:
-    """Not on weights in another layout, nor on what macOS adds on other file systems."""
+    """Not on weights in another layout, nor on the files that macOS adds on other file systems."""
     alone = sessions.CachedGraph.of(model)
     with (model / "consolidated.safetensors").open("wb") as file:
         file.truncate(2**40)
@@ -326,8 +326,8 @@ def test_graph_depends_only_on_the_files_that_are_loaded(model: Path) -> None:
 @pytest.mark.skipif(not exact_biases.IS_SUPPORTED, reason="only Linux has exact biases")
 @pytest.mark.usefixtures("in_groups")
 @pytest.mark.parametrize("cores", [False, True])
-def test_kept_graph_has_exact_biases(model: Path, tmp_path: Path, monkeypatch: Any, cores: bool) -> None:
-    """Nearer to MLX's logits than with rounded ones, in each session, at the first start and at later ones."""
+def test_cached_graph_has_exact_biases(model: Path, tmp_path: Path, monkeypatch: Any, cores: bool) -> None:
+    """Its logits are nearer to MLX's than those with rounded biases, in each session, at the first load and later."""
     if cores:
         monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(CORE))
     own = np.array(load(model).model(mx.array([TOKENS]))[0])
@@ -345,14 +345,14 @@ def test_kept_graph_has_exact_biases(model: Path, tmp_path: Path, monkeypatch: A
 def test_biases_are_rounded_where_packed_weights_have_no_place_for_them(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CPUs whose packed weights look different, or with a version of ONNX Runtime that does not map them."""
+    """As on CPUs with another layout of packed weights, or with a version of ONNX Runtime that does not map them."""
     if not load(model).number_format.endswith("-exact"):
-        pytest.skip("as on this machine")
+        pytest.skip("biases are rounded on this machine anyway")
     exact = logits(model)
     shutil.rmtree(tmp_path / "cache")
     monkeypatch.setattr(exact_biases, "_interleave", np.ravel)
     rounded = logits(model)
-    assert not np.array_equal(rounded, exact) and kept(tmp_path)
+    assert not np.array_equal(rounded, exact) and cached_graphs(tmp_path)
     assert not load(model).number_format.endswith("-exact")
     monkeypatch.undo()
     monkeypatch.setattr(check, "rounds_per_token", lambda cached: False)

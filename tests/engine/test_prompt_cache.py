@@ -1,4 +1,4 @@
-"""The prompt cache finds the longest prefix, respects its limit, and a copied entry equals reading the text."""
+"""The prompt cache finds the longest prefix, respects its limit, and a text begun from an entry has the same logits."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ def text(count: int, seed: int = 0) -> list[int]:
 
 
 def saved(tokens: Sequence[int], whole: bool = False) -> SavedPrefix:
-    """A byte a token for keys, and seven for values."""
+    """A prefix with one byte per token for keys and seven for values; `whole`: with an indivisible state."""
     layers = ((np.zeros((1, len(tokens), 1), np.int8), np.zeros((1, len(tokens), 7), np.int8)),)
     return SavedPrefix(len(tokens), layers, (np.zeros(0, np.int8),) if whole else ())
 
 
-class Running:
+class RunningText:
+    """A running text, whose prefix the cache may copy."""
+
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
 
@@ -53,7 +55,7 @@ class Running:
         return saved(self.tokens[:length])
 
 
-def found(cache: PromptCache, tokens: Sequence[int]) -> int:
+def cached_length(cache: PromptCache, tokens: Sequence[int]) -> int:
     start = cache.find(tokens)
     return start.length if start is not None else 0
 
@@ -66,10 +68,10 @@ def test_longest_common_prefix_is_found_up_to_the_last_token() -> None:
     cache = PromptCache(COST, 1 << 20)
     keep(cache, [*text(40), 1, 1, 1])
     keep(cache, [*text(60), 1, 1, 1])
-    assert found(cache, [*text(80)]) == 60
-    assert found(cache, [*text(50)]) == 49
-    assert found(cache, [*text(MIN_PREFIX_TOKENS - 1), 0, 0]) == 0
-    assert found(cache, text(80, seed=1)) == 0
+    assert cached_length(cache, [*text(80)]) == 60
+    assert cached_length(cache, [*text(50)]) == 49
+    assert cached_length(cache, [*text(MIN_PREFIX_TOKENS - 1), 0, 0]) == 0
+    assert cached_length(cache, text(80, seed=1)) == 0
     use = cache.use
     assert (use.entries, use.lookups, use.hits, use.tokens_saved) == (2, 4, 2, 109)
 
@@ -78,7 +80,7 @@ def test_indivisible_state_serves_only_texts_that_begin_with_all_of_it() -> None
     cache = PromptCache(COST, 1 << 20)
     keep(cache, text(40), whole=True)
     keep(cache, text(60), whole=True)
-    assert [found(cache, [*text(n), 0]) for n in (39, 40, 59, 60, 90)] == [0, 40, 40, 60, 60]
+    assert [cached_length(cache, [*text(n), 0]) for n in (39, 40, 59, 60, 90)] == [0, 40, 40, 60, 60]
 
 
 def test_longer_text_replaces_the_entry_of_its_prefix() -> None:
@@ -92,32 +94,32 @@ def test_least_recently_used_entry_is_evicted_when_room_is_short() -> None:
     cache = PromptCache(COST, 3 * 100 * 8)
     for seed in range(3):
         keep(cache, text(100, seed))
-    assert found(cache, [*text(100, 0), 0]) == 100
+    assert cached_length(cache, [*text(100, 0), 0]) == 100
     keep(cache, text(100, 3))
-    assert [found(cache, [*text(100, seed), 0]) for seed in range(4)] == [100, 0, 100, 100]
-    runs = Running([])
-    cache.enter(runs, 150)
+    assert [cached_length(cache, [*text(100, seed), 0]) for seed in range(4)] == [100, 0, 100, 100]
+    running = RunningText([])
+    cache.enter(running, 150)
     assert cache.use.entries == 1 and cache.use.bytes == 800
-    cache.leave(runs)
+    cache.leave(running)
     keep(cache, text(301, 5))
-    assert cache.use.entries == 1, "what never fits puts nobody out"
+    assert cache.use.entries == 1, "an entry that never fits evicts nothing"
     cache.set_limit(0)
-    assert cache.use.bytes == 0 and found(cache, [*text(100, 3), 0]) == 0
+    assert cache.use.bytes == 0 and cached_length(cache, [*text(100, 3), 0]) == 0
 
 
 def test_running_text_lends_its_prefix() -> None:
     cache = PromptCache(COST, 1 << 20)
     keep(cache, text(20))
-    cache.enter(runs := Running(text(50)), 100)
-    assert found(cache, [*text(60)]) == 50
-    cache.leave(runs)
-    assert found(cache, [*text(60)]) == 20
+    cache.enter(running := RunningText(text(50)), 100)
+    assert cached_length(cache, [*text(60)]) == 50
+    cache.leave(running)
+    assert cached_length(cache, [*text(60)]) == 20
 
 
 def test_cache_without_room_keeps_nothing() -> None:
     cache = PromptCache(COST)
     keep(cache, text(40))
-    assert not cache.is_on and found(cache, text(60)) == 0
+    assert not cache.is_on and cached_length(cache, text(60)) == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", "qwen3_next"])
@@ -154,7 +156,7 @@ def test_saved_rows_do_not_keep_their_buffer_alive() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_interrupted_slot_saves_only_committed_tokens(loaded: Loaded, family: str) -> None:
-    """A chain that was never ruled on stands behind them."""
+    """After them its row holds a chain whose verify was interrupted."""
     model, prompt = loaded(family, seed=2), text(50)
     kv_cache = open_kv_cache(model)
     slot = CacheSlot(model, kv_cache, prompt, SamplingParams())
@@ -205,7 +207,7 @@ def test_failed_tree_is_not_kept(loaded: Loaded) -> None:
 def test_text_that_can_not_be_copied_ends_without_an_entry(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    """As when memory runs short."""
+    """Such as when memory is short."""
     model = loaded("llama", seed=1)
     cache = PromptCache(measure_tree_cost(model), 1 << 30)
     tree = open_tree(model, text(40), SamplingParams(), cache=cache)

@@ -24,8 +24,8 @@ from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.messages import Message, TextForward
 
 
-class Wire:
-    """Two ranks in one process, each with a whole model: what a collective would carry lies here."""
+class FakeCollective:
+    """Stands in for the collective between two ranks. Both run in one process and have the whole model."""
 
     size, rank = 2, 0
 
@@ -41,36 +41,36 @@ class Wire:
         return sent
 
 
-class Two:
-    """Rank 0's texts and a follower of them, which hears what the codec makes of rank 0's words."""
+class TwoRanks:
+    """Rank 0 and a follower, which receives rank 0's messages through the codec."""
 
     def __init__(self, path: Path) -> None:
-        wire: Any = Wire()
-        self.model = replace(load(path), cpu=None)  # what ranks share is MLX's
+        collective: Any = FakeCollective()
+        self.model = replace(load(path), cpu=None)  # ranks share forwards by MLX only
         self.theirs = open_kv_cache(replace(load(path), cpu=None))
-        self.follower = RankFollower(self.theirs, wire)
-        self.texts = MirroredKVCache(open_kv_cache(self.model), wire, self._hear)
-        self._heard: list[Message] = []
+        self.follower = RankFollower(self.theirs, collective)
+        self.texts = MirroredKVCache(open_kv_cache(self.model), collective, self._send)
+        self._sent: list[Message] = []
 
-    def _hear(self, *messages: Message) -> None:
-        self._heard += decode_all(encode_all(messages))
+    def _send(self, *messages: Message) -> None:
+        self._sent += decode_all(encode_all(messages))
 
     def forward(self, feeds: list[Feed]) -> None:
         try:
             self.texts.forward(feeds)
         finally:
-            for message in self._heard:
+            for message in self._sent:
                 if isinstance(message, TextForward):
                     self.follower.forward(message)
                 else:
                     self.follower.change(message)  # type: ignore[arg-type]
-            self._heard.clear()
+            self._sent.clear()
 
     def adopt(self, text: Any, saved: SavedPrefix) -> None:
         self.texts.adopt(text, CachedPrefix(saved, saved.length))
 
     def check(self) -> None:
-        """The same numbers at all places."""
+        """Checks that both ranks' caches are equal."""
         own, theirs = (arrays(kv_cache.state()) for kv_cache in (self.texts, self.theirs))
         assert len(own) == len(theirs)
         assert all(a.shape == b.shape and mx.array_equal(a, b) for a, b in zip(own, theirs, strict=True))
@@ -84,78 +84,81 @@ def arrays(state: Any) -> list[mx.array]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
 def test_cache_of_a_follower_equals_that_of_rank_0(tiny_model: Callable[..., Path], family: str) -> None:
-    """Texts come and go, are fed together, marked, cut, copied into others and dropped; some tokens are unread."""
-    two, draws = Two(tiny_model(family)), random.Random(1)
-    lines, copies = [two.texts.open()], list[Any]()
+    """Texts are opened, fed together, marked, rolled back, saved, begun from copies and closed.
+
+    Some tokens are not evaluated before they are fed.
+    """
+    ranks, draws = TwoRanks(tiny_model(family)), random.Random(1)
+    sequences, copies = [ranks.texts.open()], list[Any]()
     for step in range(16):
-        if len(lines) < 4 and draws.random() < 0.4:
-            lines.append(two.texts.open())
+        if len(sequences) < 4 and draws.random() < 0.4:
+            sequences.append(ranks.texts.open())
             if copies and draws.random() < 0.5:
-                two.adopt(lines[-1], draws.choice(copies))
-        if len(lines) > 1 and draws.random() < 0.2:
-            two.texts.close(lines.pop(draws.randrange(len(lines))))
-        line = draws.choice(lines)
-        if line.length > 3 and draws.random() < 0.4:
+                ranks.adopt(sequences[-1], draws.choice(copies))
+        if len(sequences) > 1 and draws.random() < 0.2:
+            ranks.texts.close(sequences.pop(draws.randrange(len(sequences))))
+        sequence = draws.choice(sequences)
+        if sequence.length > 3 and draws.random() < 0.4:
             try:
-                line.roll_back(line.length - draws.randint(1, 3))
+                sequence.roll_back(sequence.length - draws.randint(1, 3))
             except OutriderError:  # nothing so early was marked
-                two.texts.close(lines.pop(lines.index(line)))
-                lines.append(two.texts.open())
-        if line in lines and line.length and draws.random() < 0.3:
-            copies.append(two.texts.save(line, line.length))
+                ranks.texts.close(sequences.pop(sequences.index(sequence)))
+                sequences.append(ranks.texts.open())
+        if sequence in sequences and sequence.length and draws.random() < 0.3:
+            copies.append(ranks.texts.save(sequence, sequence.length))
         del copies[: -2 if draws.random() < 0.3 else -9]
         feeds = []
-        for one in draws.sample(lines, draws.randint(1, len(lines))):
+        for one in draws.sample(sequences, draws.randint(1, len(sequences))):
             one.mark()
             tokens = [draws.randrange(2, 250) for _ in range(draws.randint(1, 5))]
             feeds.append(Feed(one, tokens, len(tokens)))
         if step % 5 == 0:
             feeds[0] = Feed(feeds[0].sequence, mx.array([7], mx.int32), 1)
-        two.forward(feeds)
-        two.check()
+        ranks.forward(feeds)
+        ranks.check()
     copies.clear()
-    two.forward([Feed(lines[0], [9], 1)])
-    assert not two.follower._copies
+    ranks.forward([Feed(sequences[0], [9], 1)])
+    assert not ranks.follower._copies
 
 
-def test_copy_that_fails_on_rank_0_is_made_nowhere(
+def test_copy_that_fails_on_rank_0_is_not_made_by_followers(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 would never drop it."""
-    two = Two(tiny_model("llama"))
-    sequence = two.texts.open()
-    two.forward([Feed(sequence, [5, 6, 7], 3)])
+    """Rank 0 would never tell the followers to drop it."""
+    ranks = TwoRanks(tiny_model("llama"))
+    sequence = ranks.texts.open()
+    ranks.forward([Feed(sequence, [5, 6, 7], 3)])
     with monkeypatch.context() as broken, pytest.raises(ModelError):
-        broken.setattr(two.texts._own, "save", Mock(side_effect=ModelError("out of memory")))
-        two.texts.save(sequence, 3)
-    two.forward([Feed(sequence, [9], 1)])
-    assert not two.follower._copies
+        broken.setattr(ranks.texts._own, "save", Mock(side_effect=ModelError("out of memory")))
+        ranks.texts.save(sequence, 3)
+    ranks.forward([Feed(sequence, [9], 1)])
+    assert not ranks.follower._copies
 
 
 def test_hidden_rows_are_read_on_rank_0_only(tiny_model: Callable[..., Path]) -> None:
-    two, rows = Two(tiny_model("llama")), list[mx.array]()
-    two.texts.tap_hidden_states(HiddenStates(two.model.model, HiddenStatePoints((1,))))
-    two.forward([Feed(two.texts.open(), [5, 6, 7], 1, hidden=rows.append)])
-    two.check()
+    ranks, rows = TwoRanks(tiny_model("llama")), list[mx.array]()
+    ranks.texts.tap_hidden_states(HiddenStates(ranks.model.model, HiddenStatePoints((1,))))
+    ranks.forward([Feed(ranks.texts.open(), [5, 6, 7], 1, hidden=rows.append)])
+    ranks.check()
     assert [r.shape for r in rows] == [(3, 64)] and mx.isfinite(rows[0]).all()
 
 
 def test_follower_survives_a_forward_that_fails_on_rank_0(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = Two(tiny_model("llama"))
-    sequence = two.texts.open()
-    two.forward([Feed(sequence, [5, 6, 7], 3)])
+    ranks = TwoRanks(tiny_model("llama"))
+    sequence = ranks.texts.open()
+    ranks.forward([Feed(sequence, [5, 6, 7], 3)])
     with monkeypatch.context() as broken, pytest.raises(ValueError):
         broken.setattr(llama.MLP, "__call__", lambda self, x: mx.zeros((2, 3)) @ x)
-        two.forward([Feed(sequence, [8], 1)])
+        ranks.forward([Feed(sequence, [8], 1)])
     sequence.roll_back(3)
-    two.forward([Feed(sequence, [8], 1)])
-    two.check()
+    ranks.forward([Feed(sequence, [8], 1)])
+    ranks.check()
 
 
 class GroupOfSize:
-    """A place in a group of so many ranks that nobody else is in."""
+    """Rank 0 of a distributed group of this size, without the other ranks."""
 
     def __init__(self, size: int) -> None:
         self._size = size

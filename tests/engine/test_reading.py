@@ -1,4 +1,4 @@
-"""Prompts that something else has read are not read by the model."""
+"""The model does not read prompt tokens that a prompt reader, such as a prefill worker, has read."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from outrider.engine.kv_rows import DenseKVRows, PromptReader, ReadingFault
 
 
 class RecordingKVRows(DenseKVRows):
-    """Columns that note what they are told."""
+    """Records calls instead of storing keys and values."""
 
     def __init__(self, reader: PromptReader) -> None:
         self.reader = reader
-        self.told: list[tuple[str, int, int]] = []
+        self.calls: list[tuple[str, int, int]] = []
 
     def adopt(self, start: int, layers: LayerKVs) -> int:
         end: int = start + layers[0][0].shape[2]
-        self.told.append(("adopt", start, end))
+        self.calls.append(("adopt", start, end))
         return end
 
     def _prefill_by_model(self, tokens: Sequence[int], start: int) -> int:
-        self.told.append(("read", start, start + len(tokens)))
+        self.calls.append(("read", start, start + len(tokens)))
         return len(tokens)
 
 
 class Reader:
-    """Takes `readable` tokens, four at a time, and fails after `good` of these pieces."""
+    """Reads at most `limit` tokens, four at a time, and fails after `good` of these pieces."""
 
     note = "prompts are read by a test"
 
-    def __init__(self, takes: int, good: int = 99) -> None:
-        self._takes, self._good = takes, good
+    def __init__(self, limit: int, good: int = 99) -> None:
+        self._limit, self._good = limit, good
 
     def readable(self, count: int) -> int:
-        return min(self._takes, count)
+        return min(self._limit, count)
 
     def read(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
         for number, first in enumerate(range(0, len(tokens), 4)):
@@ -48,7 +48,7 @@ class Reader:
 
 
 @pytest.mark.parametrize(
-    ("reader", "told"),
+    ("reader", "calls"),
     [
         (Reader(0), [("read", 0, 10)]),
         (Reader(10), [("adopt", 0, 4), ("adopt", 4, 8), ("adopt", 8, 10)]),
@@ -57,10 +57,10 @@ class Reader:
         (Reader(10, good=0), [("read", 0, 10)]),
     ],
 )
-def test_model_reads_the_tokens_that_the_reader_left(reader: Reader, told: list[tuple[str, int, int]]) -> None:
+def test_model_reads_the_tokens_that_the_reader_left(reader: Reader, calls: list[tuple[str, int, int]]) -> None:
     columns, done = RecordingKVRows(reader), 0
-    for _, start, end in told:
+    for _, start, end in calls:
         assert done == start
         done += columns.prefill(list(range(done, 10)), done)
         assert done == end
-    assert columns.told == told and columns.read == sum(end - start for what, start, end in told if what == "adopt")
+    assert columns.calls == calls and columns.read == sum(end - start for what, start, end in calls if what == "adopt")

@@ -1,7 +1,8 @@
 """Residual sampling gives the target's own distribution; every known mistake fails the same check.
 
-A toy text of five tokens, each drawn from a table row of the one before it, drafted from another table. The draws and
-the rulings are the engine's own; chi-square on what follows each token, and on the next two tokens together.
+The toy model has five tokens: a row of TARGET gives the logits after each token, and a row of another table those of
+the draft. The engine draws, accepts and resamples. Chi-square tests compare the frequencies of the tokens, and of the
+pairs of tokens, that follow each token.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def drafted(
     fork: int | None = None,
     seed: int = 11,
 ) -> Chain:
-    """What an honest drafter proposes after `text`."""
+    """Proposes a chain after `text`, correctly: drawn from the q that it reports."""
     draws, tokens, ids, probs = Draws(seed, width, saguaro, 2), list(text), [], []
     keys = [derive_seed(seed, Purpose.DRAFT, len(text) - 1 if fork is None else fork)]
     for _ in range(depth):
@@ -84,7 +85,7 @@ def drafted(
 def generated_text(
     propose: Propose, sampler: ResidualSampler | None = None, log_p: np.ndarray = LOG_P, count: int = TOKENS
 ) -> list[int]:
-    """A text of rounds: each verifies what `propose` says after the text so far."""
+    """Generates a text in rounds, each of which verifies the chain that `propose` returns for the text so far."""
     sampler = sampler or ResidualSampler(PARAMS, V)
     text = [0]
     while len(text) < count:
@@ -99,7 +100,7 @@ def generated_text(
 
 
 def p_values(text: Sequence[int], log_p: np.ndarray = LOG_P) -> tuple[float, float]:
-    """Of the tokens after each token, and of the pairs after each token."""
+    """P-values for the tokens, and for the pairs of tokens, that follow each token."""
     p = np.exp(log_p.astype(np.float64))
     singles = Counter((a, (b,)) for a, b in pairwise(text))
     pairs = Counter((text[i], (text[i + 1], text[i + 2])) for i in range(0, len(text) - 2, 2))
@@ -109,7 +110,7 @@ def p_values(text: Sequence[int], log_p: np.ndarray = LOG_P) -> tuple[float, flo
 
 
 def _p_value(counted: Counter, expected: dict) -> float:
-    """Chi-square over all first tokens; what is expected less than five times is taken together."""
+    """Chi-square test over all first tokens; cells with an expected count below five are pooled."""
     statistic, freedom = 0.0, 0
     for first, shares in expected.items():
         seen = {rest: counted[first, rest] for rest in shares}
@@ -130,7 +131,7 @@ def _p_value(counted: Counter, expected: dict) -> float:
 
 
 def certain(text: Sequence[int]) -> Chain:
-    """What a table of best guesses says, as an n-gram would: nothing is drawn."""
+    """Proposes the likeliest tokens without drawing, as n-grams do."""
     tokens = list(text)
     for _ in range(3):
         tokens.append(int(DRAFT[tokens[-1]].argmax()))
@@ -138,7 +139,7 @@ def certain(text: Sequence[int]) -> Chain:
 
 
 def mixed(text: Sequence[int]) -> Chain:
-    """Rounds of all kinds and depths, chosen by what was said before them."""
+    """Proposals of all kinds and depths; the text so far decides which."""
     match sum(text[-3:]) % 4:
         case 0:
             return drafted(text)
@@ -171,13 +172,13 @@ def test_residual_texts_follow_p_under_filters_and_temperature() -> None:
     assert min(p_values(generated_text(drafted, sampler, log_p), log_p)) > ALPHA
 
 
-# --- through trees, and through what two drafters propose at once ----------------------------------------------------
+# --- through trees, and through merged proposals of two drafters ------------------------------------------------------
 
 COUPLED = SamplingParams(temp=1.0, seed=11)
 
 
 def tree_of(text: Sequence[int], best: Sequence[Sequence[int]], draws: random.Random) -> DraftTree:
-    """A drafter's few best guesses, forked at each node that is not deep."""
+    """A drafter's best few tokens, forked at each node of depth 0 and 1."""
     tokens, parents, tips = list[int](), list[int](), [(ROOT, text[-1], 0)]
     for node, last, depth in tips:
         for token in best[last][: draws.randint(1, 3)] if depth < 2 else ():
@@ -191,11 +192,14 @@ Choose = Callable[[Sequence[Sequence[int]], int, Sequence[int], DraftTree], list
 
 
 def coupled(choose: Choose, count: int = 3000) -> list[int]:
-    """A text of rounds: each verifies what two drafters have united, by the target's own choices behind every node."""
+    """Generates a text in rounds, each of which verifies the merged trees of two drafters.
+
+    `choose` returns the target's choice after each node, from its choices for all tokens and positions.
+    """
     sampler, draws = Sampler(COUPLED, V), random.Random(3)
     noise = mx.array(np.stack([sampler.noise_at(position) for position in range(count + 8)]))
     scores = sampler.filtered(sampler.penalise(mx.array(TARGET)))[:, None] + noise[None]
-    own = mx.argmax(scores, axis=-1).tolist()  # the token at a position, behind each token
+    own = mx.argmax(scores, axis=-1).tolist()  # own[token][position]: the target's choice after `token`
     drafters = [np.argsort(-table).tolist() for table in (DRAFT, UNRELATED)]
     text, accepted = [0], 0
     while len(text) < count:
@@ -209,30 +213,30 @@ def coupled(choose: Choose, count: int = 3000) -> list[int]:
     return text[:count]
 
 
-def honest(own: Sequence[Sequence[int]], base: int, text: Sequence[int], tree: DraftTree) -> list[int]:
-    """By the noise of each row's own place."""
+def correct_choices(own: Sequence[Sequence[int]], base: int, text: Sequence[int], tree: DraftTree) -> list[int]:
+    """Each row uses the noise of its own position, as it must."""
     places = [0, *(depth + 1 for depth in node_depths(tree.parents))]
     return [own[token][base + place] for token, place in zip([text[-1], *tree.tokens], places, strict=True)]
 
 
 def of_another_branch(own: Sequence[Sequence[int]], base: int, text: Sequence[int], tree: DraftTree) -> list[int]:
-    """A branch sees the token of the one before it."""
-    choices = honest(own, base, text, tree)
+    """Wrong: each row uses the choice of the row before it."""
+    choices = correct_choices(own, base, text, tree)
     return [choices[-1], *choices[:-1]]
 
 
 def by_the_draft(own: Sequence[Sequence[int]], base: int, text: Sequence[int], tree: DraftTree) -> list[int]:
-    """What was drafted first is believed now and then."""
-    choices = honest(own, base, text, tree)
+    """Wrong: the first drafted token is sometimes accepted unchecked."""
+    choices = correct_choices(own, base, text, tree)
     return [tree.tokens[0], *choices[1:]] if base % 5 == 0 else choices
 
 
 def test_coupled_texts_of_united_trees_have_the_targets_distribution() -> None:
-    text = coupled(honest)
+    text = coupled(correct_choices)
     assert min(p_values(text)) > ALPHA
     sampler = Sampler(COUPLED, V)
     rows = np.array(sampler.scores(mx.array(TARGET[text[:999]]), range(1, 1000)))
-    assert text[1:1000] == rows.argmax(axis=-1).tolist()  # and are the very text that the target decodes alone
+    assert text[1:1000] == rows.argmax(axis=-1).tolist()  # the text of plain decoding
 
 
 @pytest.mark.parametrize("choose", [of_another_branch, by_the_draft])
@@ -241,9 +245,9 @@ def test_wrong_verification_of_a_tree_is_detected(choose: Choose) -> None:
 
 
 def of_a_union(text: Sequence[int], peek: bool = False) -> Chain:
-    """Two drafters draw a chain each; of their union's tree a text that samples residual verifies one, with its q.
+    """Two drafters draw a chain each, and residual sampling verifies one branch of their merged tree, with its q.
 
-    Which one depends on nothing that was drawn. `peek`: it is the one with the smaller token.
+    Which one must not depend on the drawn tokens. `peek`: it does, the chain with the smaller token is chosen.
     """
     depth = 1 if peek else 2
     chains = [drafted(text, depth, table=table, seed=seed) for table, seed in ((DRAFT, 12), (UNRELATED, 13))]
@@ -262,7 +266,7 @@ def test_union_branch_chosen_by_its_drawn_tokens_is_detected() -> None:
     assert min(p_values(generated_text(partial(of_a_union, peek=True), count=2500))) < CAUGHT
 
 
-# --- each known way to lose it is caught ----------------------------------------------------------------------------
+# --- every known mistake is detected --------------------------------------------------------------------------------
 
 
 def _q_along(chain: Chain, text: Sequence[int], table: np.ndarray) -> SparseQ:
@@ -287,19 +291,19 @@ def of_another_temperature(text: Sequence[int]) -> Chain:
 
 
 def chosen_by_content(text: Sequence[int]) -> Chain:
-    """Three branches for one outcome, and the one with the smallest token is served."""
+    """Proposes, of three branches for one outcome, the one with the smallest token."""
     return min((drafted(text, 1, seed=seed) for seed in (11, 12, 13)), key=lambda chain: chain.tokens)
 
 
 def cut_by_value(text: Sequence[int]) -> Chain:
-    """A chain ends before a token that seems not worth the while."""
+    """Ends the chain before a token of little value, so that its tokens decide its length."""
     chain = drafted(text)
     length = next((i for i, token in enumerate(chain.tokens) if token in (0, 1)), len(chain.tokens))
     return Chain(chain.tokens[:length], chain.q.part(0, length))
 
 
 def knows_the_targets_noise(text: Sequence[int]) -> Chain:
-    """Of some draws the drafter proposes the one that it knows will hold."""
+    """Draws several chains and proposes one that it knows will be accepted."""
     for seed in range(12, 18):
         one = drafted(text, 1, table=UNRELATED, seed=seed)
         if ResidualSampler(PARAMS, V).accepted(LOG_P[[text[-1]]], [len(text)], one.tokens, one.q):
@@ -308,9 +312,9 @@ def knows_the_targets_noise(text: Sequence[int]) -> Chain:
 
 
 class LeaksRejectedDraft:
-    """What was to follow a rejected token decides whether the next chain is served, as a fan-out may that looks at it.
+    """The token drafted after a rejected one decides whether the next round has a chain, as in a fan-out that reads it.
 
-    With `fork` None draws are keyed by where their chain begins, as they are; else by their position alone.
+    With `fork` None, draws are keyed by where their chain begins, as in the engine; otherwise by their position alone.
     """
 
     def __init__(self, fork: int | None) -> None:
@@ -331,7 +335,7 @@ FAULTS: dict[str, tuple[Callable[[], Propose], int]] = {
     "known noise": (lambda: knows_the_targets_noise, TOKENS),
     "noise that was seen": (lambda: LeaksRejectedDraft(0), 3000),
 }
-"""And after how many tokens of text each one shows."""
+"""Name -> the wrong proposal, and the length of a text that reveals it."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -346,7 +350,7 @@ def test_draws_keyed_by_fork_keep_the_target_distribution() -> None:
 
 
 class GreedyOnGuesses(ResidualSampler):
-    """The reference's rule for its fallback tokens: accept the target's best, else sample p as it is."""
+    """The rule of the paper's reference code for fallback tokens: accept the target's best token, else sample p."""
 
     def accepted(self, log_p, positions, chain, q):
         holds = log_p.argmax(axis=1) == np.array(chain)
@@ -357,7 +361,7 @@ class GreedyOnGuesses(ResidualSampler):
 
 
 class Unadjusted(ResidualSampler):
-    """What replaces a rejected token is drawn from p, not from what q left of it."""
+    """Draws the replacement of a rejected token from p instead of the residual."""
 
     def resample(self, log_p, position, q):
         return super().resample(log_p, position, None)
@@ -371,7 +375,7 @@ def test_wrong_acceptance_rule_is_detected(rule: type[ResidualSampler], propose:
     assert min(p_values(generated_text(propose, rule(PARAMS, V), count=count))) < CAUGHT
 
 
-# --- the rule, place by place ---------------------------------------------------------------------------------------
+# --- the rule for single tokens -------------------------------------------------------------------------------------
 
 
 def test_draft_equal_to_the_target_is_always_accepted() -> None:
@@ -455,11 +459,11 @@ def test_p_at_each_position_counts_the_chain_in_its_history(
     model, chain = loaded("llama"), [50, 41, 50, 7]
     seen: list[np.ndarray] = []
 
-    def look(self: ResidualSampler, log_p: np.ndarray, *rest: object) -> int:
+    def capture(self: ResidualSampler, log_p: np.ndarray, *rest: object) -> int:
         seen.append(log_p)
         return 0
 
-    monkeypatch.setattr(ResidualSampler, "accepted", look)
+    monkeypatch.setattr(ResidualSampler, "accepted", capture)
     verify(open_slots(model, [PROMPT], [PENALISED])[0], chain, one_hot(chain))
     for place in range(len(chain)):
         text = [*PROMPT, *chain[:place]]

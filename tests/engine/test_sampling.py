@@ -1,4 +1,4 @@
-"""`warp` is mlx-lm's sampling without the draw; scores only add the noise."""
+"""Filters and penalties are mlx-lm's, and scores only add the noise."""
 
 from __future__ import annotations
 

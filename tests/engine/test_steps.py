@@ -19,7 +19,7 @@ def test_the_best_tokens_are_those_of_a_stable_sort(size: int, count: int, seed:
 
 @given(st.integers(1, 300), st.integers(0, 2**32 - 1), st.sampled_from([2, 50, 10**9]))
 def test_the_best_two_tokens_are_those_of_a_stable_sort(size: int, seed: int, levels: int) -> None:
-    """They say how sure a drafter is of each token."""
+    """Their gap tells how sure a drafter is of a token."""
     scores = np.random.default_rng(seed).integers(0, levels, size).astype(np.float32)
     assert best_tokens(scores, 2).tolist() == np.argsort(-scores, kind="stable")[:2].tolist()
 
@@ -34,7 +34,7 @@ def test_a_device_and_the_host_find_the_same_candidates(count: int) -> None:
 
 @pytest.mark.parametrize("allowed", [1, 5, 12_288, 49_152])
 def test_forbidden_tokens_come_last(allowed: int) -> None:
-    """As a grammar forbids them, or a draft with a part of the vocabulary cannot say them."""
+    """Such as tokens that a grammar forbids, or that a draft with a smaller vocabulary lacks."""
     draws = np.random.default_rng(allowed)
     scores = np.full(49_152, -np.inf, np.float32)
     places = draws.permutation(len(scores))[:allowed]

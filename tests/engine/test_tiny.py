@@ -32,7 +32,7 @@ def test_every_family_loads(tiny_model: Callable[..., Path], family: str) -> Non
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path, family: str) -> None:
-    """Also those that a module draws for itself: another text in each process would hide what a failed test found."""
+    """Also those that a module draws itself. With other weights in each process, no failure could be reproduced."""
     first, second = (write_model(tmp_path / name, family) / "model.safetensors" for name in "ab")
     assert first.read_bytes() == second.read_bytes()
 

@@ -36,7 +36,7 @@ FORMS = [
 ]
 
 
-def planted(model: LoadedModel, form: Callable[..., Any]) -> list[Tree]:
+def open_trees(model: LoadedModel, form: Callable[..., Any]) -> list[Tree]:
     """A tree for each kind of sampling, each with a prompt of its own length."""
     trees = []
     for number, params in enumerate(KINDS):
@@ -46,8 +46,8 @@ def planted(model: LoadedModel, form: Callable[..., Any]) -> list[Tree]:
     return trees
 
 
-def some_feed(tree: Tree, draws: random.Random) -> TreeFeed:
-    """A few tokens behind what there is, told, chosen or one behind the other."""
+def random_feed(tree: Tree, draws: random.Random) -> TreeFeed:
+    """A few new nodes below random ones or below each other; some tokens are given, others the tree's own choice."""
     first, live = tree.next_node, list(tree._nodes)
     parents: list[int] = []
     tokens: list[int | None] = []
@@ -58,7 +58,7 @@ def some_feed(tree: Tree, draws: random.Random) -> TreeFeed:
     return TreeFeed(parents, tokens)
 
 
-def same(ours: Tree, theirs: Tree, nodes: Sequence[int]) -> None:
+def check_equal(ours: Tree, theirs: Tree, nodes: Sequence[int]) -> None:
     assert ours.best(nodes) == theirs.best(nodes)
     assert [[c.token for c in found] for found in ours.candidates(nodes, 3)] == [
         [c.token for c in found] for found in theirs.candidates(nodes, 3)
@@ -73,22 +73,22 @@ def same(ours: Tree, theirs: Tree, nodes: Sequence[int]) -> None:
 def test_tree_grown_with_others_equals_a_tree_grown_separately(
     loaded: Loaded, family: str, form: Callable[..., Any]
 ) -> None:
-    """Some join, some are away; in between each commits at its own times."""
+    """Not every tree takes part in each forward, and each commits at other times."""
     model, draws = loaded(family), random.Random(family)
-    shared, alone = planted(model, form), planted(model, form)
+    shared, alone = open_trees(model, form), open_trees(model, form)
     for turn in range(4):
         present = [i for i in range(len(KINDS)) if draws.random() < 0.8] or [0]
-        feeds = [some_feed(shared[i], draws) for i in present]
+        feeds = [random_feed(shared[i], draws) for i in present]
         grown = Tree.feed_together([shared[i] for i in present], feeds)
         for i, feed, nodes in zip(present, feeds, grown, strict=True):
             assert alone[i].feed(feed.parents, feed.tokens) == nodes
-            same(shared[i], alone[i], nodes)
+            check_equal(shared[i], alone[i], nodes)
             if turn % 2 == i % 2:
                 below = [node for node, parent in zip(nodes, feed.parents, strict=True) if parent == shared[i].root]
                 shared[i].commit(below[:1])
                 alone[i].commit(below[:1])
     for ours, theirs in zip(shared, alone, strict=True):
-        same(ours, theirs, [ours.root])
+        check_equal(ours, theirs, [ours.root])
 
 
 @pytest.mark.parametrize(("family", "form"), [("llama", JointKVRows), ("qwen3_5", RecurrentKVRows)])
@@ -96,7 +96,7 @@ def test_failed_forward_leaves_every_tree_unchanged(
     loaded: Loaded, family: str, form: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded(family)
-    shared, alone = planted(model, form), planted(model, form)
+    shared, alone = open_trees(model, form), open_trees(model, form)
     feeds = [TreeFeed([tree.root, tree.root, tree.next_node], [5, None, 6]) for tree in shared]
     with pytest.raises(InvalidRequest, match="not in the tree"):
         Tree.feed_together(shared, [*feeds[:-1], TreeFeed([-7], [1])])
@@ -105,6 +105,6 @@ def test_failed_forward_leaves_every_tree_unchanged(
         Tree.feed_together(shared, feeds)
     for ours, theirs, feed, nodes in zip(shared, alone, feeds, Tree.feed_together(shared, feeds), strict=True):
         assert theirs.feed(feed.parents, feed.tokens) == nodes
-        same(ours, theirs, nodes)
+        check_equal(ours, theirs, nodes)
         after = TreeFeed([nodes[0]], [9])
         assert ours.begin(after).new.start == theirs.begin(after).new.start, "a column is lost"

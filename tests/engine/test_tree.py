@@ -46,7 +46,7 @@ def expected(model: LoadedModel, params: SamplingParams, text: Sequence[int]) ->
 
 
 def expected_together(model: LoadedModel, params: SamplingParams, texts: Sequence[Sequence[int]]) -> np.ndarray:
-    """The same for several texts, in rows that are as long as the longest; what fills a row comes after its text."""
+    """The same for several texts, padded at their ends to the length of the longest."""
     ends = [len(text) for text in texts]
     logits = model.model(mx.array([[*text, *[0] * (max(ends) - len(text))] for text in texts]))
     rows = logits[mx.arange(len(ends)), mx.array(ends) - 1]
@@ -54,7 +54,7 @@ def expected_together(model: LoadedModel, params: SamplingParams, texts: Sequenc
 
 
 class TreeUnderTest:
-    """A tree, and the text of each of its nodes as it should be."""
+    """A tree, and the text that each of its nodes stands for."""
 
     def __init__(self, model: LoadedModel, params: SamplingParams, prompt: list[int], seed: str) -> None:
         self.model, self.params, self.draws = model, params, random.Random(seed)
@@ -65,7 +65,7 @@ class TreeUnderTest:
         self.check(self.tree.root)
 
     def expected(self, *nodes: int) -> list[np.ndarray]:
-        """The scores of what follows the texts of `nodes`; what is not yet known is computed together."""
+        """The scores of what follows the texts of `nodes`; new ones are computed in one forward."""
         texts = [tuple(self.texts[node]) for node in nodes]
         if new := [text for text in dict.fromkeys(texts) if text not in self._expected]:
             self._expected |= zip(new, expected_together(self.model, self.params, new), strict=True)
@@ -111,7 +111,7 @@ class TreeUnderTest:
         assert self.tree.root == node
         assert self.tree.committed_len == len(committed)
         assert column_tokens(self.tree) == committed
-        # Under the new root; twins of a child that was fed twice may be unreachable by token, but not gone.
+        # Nodes below the new root stay, also the duplicate of a child that was fed twice, which no token leads to.
         self.texts = {n: t for n, t in self.texts.items() if n in self.tree._nodes}
         assert self.texts and all(t[: len(committed)] == committed for t in self.texts.values())
 
@@ -147,7 +147,7 @@ def test_node_scores_equal_plain_forwards_by_the_cpus_kernels(loaded: Loaded, fa
 def test_undrafted_text_is_read_in_pieces(
     loaded: Loaded, family: str, form: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After drafts that came to nothing, and again after some that hold; then the tree grows as ever."""
+    """After rejected and after accepted drafts, several times; afterwards the tree grows as usual."""
     model = loaded(family)
     if form is not RecurrentKVRows and not model.attention_only:
         pytest.skip("not a form of this model")
@@ -284,7 +284,7 @@ def test_candidates_are_the_best_scores_in_order(loaded: Loaded) -> None:
 
 
 def test_model_that_drafts_for_itself_is_always_accepted(loaded: Loaded) -> None:
-    """A model drafting for itself is always right, greedy or sampled: the noise is the same."""
+    """Greedy and sampled: draft and target use the same noise."""
     model = loaded("llama")
     for params in SETTINGS.values():
         prompt = list(range(30, 50))
@@ -334,7 +334,7 @@ def one_position_a_row(rope: Callable[..., mx.array], x: mx.array, offset: int |
 def test_model_that_ignores_tree_masks_or_positions_is_detected(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the mask nothing works; without a position for each token, a row for each token still does."""
+    """Without the mask, no form works. Without a position for each token, the form with a row for each still does."""
     model = replace(loaded("llama", seed=77), cpu=None)
     with monkeypatch.context() as patch:
         patch.setattr("outrider.engine.flat.FlatAttentionMetadata.mask", lambda *_: None)
@@ -384,7 +384,7 @@ def test_two_tokens_follow_the_distribution_of_the_target(loaded: Loaded, decode
 
 @pytest.mark.parametrize("drafter_seed", [0, 5])
 def test_two_drafted_tokens_are_those_of_plain_decoding(loaded: Loaded, decoded: np.ndarray, drafter_seed: int) -> None:
-    """Whether the target drafts itself, or a stranger does."""
+    """Whether the draft model is the target itself or an unrelated one."""
     model, drafter = (loaded("mistral", seed=seed, **TOY) for seed in (0, drafter_seed))
     accepted = 0
     for seed, truth in enumerate(decoded[:50].tolist()):

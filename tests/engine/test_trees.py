@@ -1,4 +1,4 @@
-"""Whatever tree is verified, the target's text is the one it would have decoded alone."""
+"""Whatever tree is verified, the target's text is that of plain decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, ver
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import accepted_path, chain_parents, first_branch, node_depths, tree_fault
-from tests.engine.test_verify import LONGEST, PENALISED, PROMPT, SETTINGS, decoded, spoilt
+from tests.engine.test_verify import LONGEST, PENALISED, PROMPT, SETTINGS, corrupted, decoded
 from tests.slots import open_slots
 
 Loaded = Callable[..., LoadedModel]
@@ -29,11 +29,11 @@ def slots_of(model: LoadedModel, params: Sequence[SamplingParams], prompts: Sequ
     return open_slots(model, prompts, params, kv_cache=open_kv_cache(model))
 
 
-def grown(truth: Sequence[int], right: int, draws: random.Random, size: int) -> tuple[list[int], list[int]]:
-    """A tree of `size` nodes with the first `right` tokens of the truth somewhere in it, and no more of them."""
+def random_tree(truth: Sequence[int], right: int, draws: random.Random, size: int) -> tuple[list[int], list[int]]:
+    """A random tree of `size` nodes with a path of exactly the first `right` tokens of `truth`."""
     tokens: list[int] = []
     parents: list[int] = []
-    true = [-1]  # the nodes that hold
+    true = [-1]  # the nodes of that path
     while len(tokens) < size:
         todo = right + 1 - len(true)
         if todo and (todo >= size - len(tokens) or draws.random() < 0.4):
@@ -51,8 +51,8 @@ def grown(truth: Sequence[int], right: int, draws: random.Random, size: int) -> 
     return tokens, parents
 
 
-def check_remembered(model: LoadedModel, slot: CacheSlot) -> None:
-    """The columns are those of a fresh prefill."""
+def check_keys_and_values(model: LoadedModel, slot: CacheSlot) -> None:
+    """Checks that the slot's keys and values are those of a fresh prefill."""
     assert slot.fed == len(slot.tokens) - 1
     (fresh,) = slots_of(model, [GREEDY], [slot.tokens])
     for (keys, values), (own_keys, own_values) in zip(
@@ -76,13 +76,13 @@ def test_text_verified_by_trees_is_the_decoded_text(loaded: Loaded, family: str,
     while done < LONGEST - 8:
         size = draws.randrange(1, 12)
         right = draws.randint(0, min(size, 6))
-        tokens, parents = grown(truth[done:], right, draws, size)
+        tokens, parents = random_tree(truth[done:], right, draws, size)
         output = verify(slot, tokens, parents=parents)
         assert (output.accepted, output.bonus) == (right, truth[done + right])
         assert [tokens[node] for node in output.nodes] == truth[done : done + right]
         done += right + 1
         assert slot.tokens == PROMPT + truth[:done]
-    check_remembered(model, slot)
+    check_keys_and_values(model, slot)
 
 
 def test_trees_chains_steps_and_prompts_share_a_forward(loaded: Loaded) -> None:
@@ -102,7 +102,7 @@ def test_trees_chains_steps_and_prompts_share_a_forward(loaded: Loaded) -> None:
                 rights.append(min(2, len(rest)))
                 continue
             right = draws.randint(0, min(3, len(rest) - 1))
-            tokens, parents = grown(rest, right, draws, draws.randrange(max(right, 1), 9))
+            tokens, parents = random_tree(rest, right, draws, draws.randrange(max(right, 1), 9))
             inputs.append(VerifyInput(slot, tuple(tokens), parents=tuple(parents)))
             rights.append(right)
         unread = len(reader.unfed) - 1
@@ -111,7 +111,7 @@ def test_trees_chains_steps_and_prompts_share_a_forward(loaded: Loaded) -> None:
             assert not isinstance(output, OutriderError) and output.accepted == right
     for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
         assert slot.tokens[len(prompt) :] == truth[: len(slot.tokens) - len(prompt)]
-        check_remembered(model, slot)
+        check_keys_and_values(model, slot)
 
 
 def test_prompt_read_beside_a_tree_has_correct_keys_and_values(loaded: Loaded) -> None:
@@ -127,8 +127,8 @@ def test_prompt_read_beside_a_tree_has_correct_keys_and_values(loaded: Loaded) -
         ).commit()
     assert slot.tokens == PROMPT + truth[:15]
     reader.feed_all_but_last()
-    check_remembered(model, slot)
-    check_remembered(model, reader)
+    check_keys_and_values(model, slot)
+    check_keys_and_values(model, reader)
 
 
 def test_listener_gets_the_rows_of_a_later_branch_in_order(loaded: Loaded) -> None:
@@ -169,7 +169,7 @@ def test_tree_accepts_at_least_as_much_as_its_first_chain(loaded: Loaded) -> Non
     truth = decoded(model, params, 12)
     for _ in range(12):
         right = draws.randint(0, 4)
-        tokens, parents = grown(truth, right, draws, 9)
+        tokens, parents = random_tree(truth, right, draws, 9)
         chain = first_branch(parents)
         (slot, other) = slots_of(model, [params, params], [PROMPT, PROMPT])
         assert verify(slot, tokens, parents=parents).accepted >= verify(other, [tokens[n] for n in chain]).accepted
@@ -218,7 +218,7 @@ def test_load_check_detects_wrong_positions_and_wrong_masks(loaded: Loaded, monk
             assert isinstance(kv_cache, FlatKVCache) and not kv_cache.trees
 
 
-def test_depths_spine_and_walk_follow_from_the_parents() -> None:
+def test_depths_first_branch_and_accepted_path_follow_from_the_parents() -> None:
     parents = (-1, 0, 0, -1, 2)
     assert node_depths(parents) == [0, 1, 1, 0, 2]
     assert first_branch(parents) == [0, 1] and first_branch(()) == []
@@ -230,7 +230,7 @@ def test_depths_spine_and_walk_follow_from_the_parents() -> None:
 def test_tree_of_wrong_tokens_accepts_nothing(loaded: Loaded) -> None:
     truth = decoded(loaded("llama"), GREEDY, 4)
     (slot,) = slots_of(loaded("llama"), [GREEDY], [PROMPT])
-    output = verify(slot, spoilt(truth[:3], 0), parents=[-1, 0, 0])
+    output = verify(slot, corrupted(truth[:3], 0), parents=[-1, 0, 0])
     assert (output.accepted, output.path, output.bonus) == (0, None, truth[0])
 
 

@@ -1,4 +1,4 @@
-"""Whatever is proposed, the target's text is the one it would have decoded alone."""
+"""Whatever chain is proposed, the target's text is that of plain decoding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LONGEST = 24
 
 
 def decoded(model: LoadedModel, params: SamplingParams, count: int, prompt: list[int] = PROMPT) -> list[int]:
-    """Plain decoding, one verify of an empty chain a token."""
+    """The tokens of plain decoding: one verify of an empty chain per token."""
     return _decoded(model, params, tuple(prompt), max(count, LONGEST))[:count]
 
 
@@ -56,7 +56,8 @@ def _decoded(model: LoadedModel, params: SamplingParams, prompt: tuple[int, ...]
     return [verify(slot).bonus for _ in range(count)]
 
 
-def spoilt(truth: list[int], right: int) -> list[int]:
+def corrupted(truth: list[int], right: int) -> list[int]:
+    """`truth` with all tokens after the first `right` replaced by wrong ones."""
     return [token if i < right else (token + 1) % 258 for i, token in enumerate(truth)]
 
 
@@ -81,7 +82,7 @@ def test_verified_text_is_the_decoded_text(loaded: Loaded, family: str, setting:
     while done < LONGEST - 8:
         length = draws.randrange(7)
         right = draws.choice([0, length, draws.randint(0, length)])
-        chain = spoilt(truth[done : done + length], right)
+        chain = corrupted(truth[done : done + length], right)
         output = verify(slot, chain)
         assert (output.accepted, output.bonus) == (right, truth[done + right])
         done += right + 1
@@ -93,13 +94,13 @@ def test_penalties_copy_only_the_history_that_they_reach(loaded: Loaded, monkeyp
     slot = slot_of(loaded("llama"), PENALISED, [2 + 7 * i % 250 for i in range(600)])
     seen: list[int] = []
 
-    def watched(asked: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
+    def check_histories(asked: Sequence[SamplingMetadata], logits: mx.array) -> mx.array:
         histories = [list(history) for own in asked for history in own.histories or ()]
         seen.extend(map(len, histories))
         assert histories == [(slot.tokens + [5, 6, 7][:i])[-slot.sampler.reach :] for i in range(4)]
         return apply_penalties(asked, logits)
 
-    monkeypatch.setattr("outrider.engine.verify.apply_penalties", watched)
+    monkeypatch.setattr("outrider.engine.verify.apply_penalties", check_histories)
     verify(slot, [5, 6, 7])
     assert seen == [slot.sampler.reach] * 4
 
@@ -110,7 +111,7 @@ def test_every_chain_length_and_acceptance_gives_the_decoded_text(loaded: Loaded
     truth = decoded(model, SAMPLED, 20)
     for right in range(length + 1):
         slot = slot_of(model, SAMPLED)
-        output = verify(slot, spoilt(truth[:length], right))
+        output = verify(slot, corrupted(truth[:length], right))
         assert (output.accepted, output.bonus) == (right, truth[right])
         assert [verify(slot).bonus for _ in range(3)] == truth[right + 1 : right + 4]
 
@@ -130,7 +131,7 @@ def test_slots_do_not_affect_each_other(loaded: Loaded) -> None:
     for _ in range(3):
         chains = [truth[len(s.tokens) - len(p) :][:2] for truth, s, p in zip(truths, slots, prompts, strict=True)]
         verify(slots[0], chains[0])
-        verify(slots[1], spoilt(chains[1], 1))
+        verify(slots[1], corrupted(chains[1], 1))
     for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
         assert slot.tokens[len(prompt) :] == truth[: len(slot.tokens) - len(prompt)]
 
@@ -164,7 +165,7 @@ def test_running_ahead_and_stopping_does_not_change_the_text(loaded: Loaded, fam
         assert run_ahead(slot, steps) == truth[done : done + steps]
         done += steps
         check_slot(slot)
-        chain = spoilt(truth[done : done + 3], 1)
+        chain = corrupted(truth[done : done + 3], 1)
         output = verify(slot, chain)
         assert (output.accepted, output.bonus) == (1, truth[done + 1])
         done += 2
@@ -176,12 +177,12 @@ def test_running_ahead_feeds_no_unneeded_tokens(loaded: Loaded, family: str, mon
     truth, slot, fed = decoded(loaded(family), GREEDY, 5), slot_of(loaded(family)), 0
     forward = type(slot.kv_cache).forward
 
-    def counted(self: SeparateKVCache, feeds: Sequence[Feed]) -> mx.array:
+    def count_fed(self: SeparateKVCache, feeds: Sequence[Feed]) -> mx.array:
         nonlocal fed
         fed += sum(feed.count for feed in feeds)
         return forward(self, feeds)
 
-    monkeypatch.setattr(type(slot.kv_cache), "forward", counted)
+    monkeypatch.setattr(type(slot.kv_cache), "forward", count_fed)
     unfed = len(slot.unfed)
     assert run_ahead(slot, 5) == truth
     assert fed == unfed + 4
@@ -234,7 +235,7 @@ class Chunked(nn.Module):  # type: ignore[misc]
 
 
 class Nested(nn.Module):  # type: ignore[misc]
-    """A model that keeps several caches a layer."""
+    """A model that has several caches per layer."""
 
     def make_cache(self) -> list[CacheList]:
         return [CacheList(ArraysCache(1), MlxKVCache())]
@@ -249,7 +250,7 @@ def test_a_cache_that_cannot_be_shortened_is_copied_at_a_mark() -> None:
         history.roll_back(23)
 
     history.mark()
-    for _ in range(2):  # a mark may be gone back to more than once
+    for _ in range(2):  # a mark can be rolled back to more than once
         history.caches[0].maybe_trim_front()
         found, _ = history.caches[0].update_and_fetch(keys[:, :, :5], keys[:, :, :5])
         assert found.shape[2] == 16 + 5
