@@ -105,7 +105,7 @@ class WorkerUnderTest:
         return [message for message in self.link.sent if isinstance(message, kind)]
 
     def branches(self, number: int) -> dict[tuple[int, int], tuple[int, ...]]:
-        """What was prepared for this round, as deep as it came."""
+        """The branches of this round, each at its greatest depth."""
         return {e.committed: e.chain for m in self.sent(Branches) if m.round == number for e in m.entries}
 
 
@@ -115,8 +115,8 @@ def worker_under_test(tiny_model: Callable[..., Any]) -> WorkerUnderTest:
 
 
 @contextmanager
-def more_memory(most: int) -> Iterator[None]:
-    """MLX and numpy hold at most so many bytes more at their peaks than before."""
+def peak_memory_below(most: int) -> Iterator[None]:
+    """Checks that the block raises the peak memory of MLX and numpy by less than `most` bytes."""
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -136,7 +136,7 @@ def test_catching_up_2000_tokens_takes_little_memory(
     monkeypatch.setenv(CPU_KERNELS_VARIABLE, kernels)
     worker_under_test = WorkerUnderTest(MlxDrafter(load(tiny_model("llama", **WIDE))))
     worker_under_test.finish(begin(50))
-    with more_memory(BOUND):
+    with peak_memory_below(BOUND):
         worker_under_test.finish(commit(50, 2050))
     assert worker_under_test.columns() == TEXT[:2050]
     assert worker_under_test.sent(Branches)[-1].final
@@ -155,7 +155,7 @@ def test_close_is_handled_within_one_piece(worker_under_test: WorkerUnderTest) -
 
 
 def test_commit_is_handled_within_one_piece(worker_under_test: WorkerUnderTest) -> None:
-    """Only the newest is worked for; no token is fed twice."""
+    """Only the newest commit gets branches; no token is fed twice."""
     worker_under_test.finish(begin(50))
     worker_under_test.turn(commit(50, 1050))
     worker_under_test.turn()
@@ -166,8 +166,8 @@ def test_commit_is_handled_within_one_piece(worker_under_test: WorkerUnderTest) 
     before = len(worker_under_test.link.sent)
     worker_under_test.finish()
     assert worker_under_test.columns() == TEXT[:1063]
-    told: list[Any] = list(worker_under_test.link.sent)[before:]
-    assert {(m.round, m.base_len) for m in told} == {(3, 1063)} and told[-1].final
+    answers: list[Any] = list(worker_under_test.link.sent)[before:]
+    assert {(m.round, m.base_len) for m in answers} == {(3, 1063)} and answers[-1].final
 
 
 @pytest.mark.parametrize("missed", [1, 16, 17, 257, 300])
@@ -179,7 +179,7 @@ def test_branches_after_catching_up_equal_those_of_a_fresh_drafter(
     fresh = WorkerUnderTest(worker_under_test.drafter.inner)
     fresh.finish(begin(end), commit(end, end, (7, 9), 0))
     assert worker_under_test.columns() == fresh.columns() == TEXT[:end]
-    # What was learnt of the first round may share the branches out differently.
+    # What the drafter learned from its first round may change which outcomes get branches.
     ours, theirs = worker_under_test.branches(1), fresh.branches(0)
     assert len(ours) == 4 and len(ours.keys() & theirs.keys()) > 1
     assert all(theirs.get(outcome, chain) == chain for outcome, chain in ours.items())
@@ -238,7 +238,7 @@ def test_drafter_without_a_model_catches_up() -> None:
 
 
 def begin_reading(worker_under_test: WorkerUnderTest, *news: Message) -> None:
-    """A prompt of 4,000 tokens, of which a piece has been read when messages arrive."""
+    """Reads a piece of a prompt of 4,000 tokens; then `news` arrive."""
     worker_under_test.turn(begin(4000))
     worker_under_test.turn()
     assert len(worker_under_test.columns()) == PIECE
@@ -255,7 +255,7 @@ def test_reading_a_prompt_stops_after_close_or_shutdown(worker_under_test: Worke
     assert len(worker_under_test.columns()) == PIECE and not worker_under_test.sent(Branches)
 
 
-def test_prompt_closed_while_it_is_read_leaves_its_row_and_its_part_in_the_cache(
+def test_prompt_closed_while_it_is_read_frees_its_row_and_caches_what_was_read(
     worker_under_test: WorkerUnderTest,
 ) -> None:
     worker_under_test.finish(KvMemory(1 << 30))
@@ -269,7 +269,7 @@ def test_prompt_closed_while_it_is_read_leaves_its_row_and_its_part_in_the_cache
 
 
 def test_prompts_with_a_common_beginning_are_read_once(worker_under_test: WorkerUnderTest) -> None:
-    """Though all of them are opened before the first one is read."""
+    """Even if all of them are opened before the first one is read."""
     worker_under_test.finish(KvMemory(1 << 30))
     begin_reading(worker_under_test, begin(3000, "s"), begin(3500, "t"))
     worker_under_test.finish()
@@ -278,7 +278,7 @@ def test_prompts_with_a_common_beginning_are_read_once(worker_under_test: Worker
 
 
 def test_newer_open_replaces_a_prompt_being_read(worker_under_test: WorkerUnderTest) -> None:
-    """What was said of the older one is no reason to ask for it again."""
+    """The COMMIT for the older one must not lead to a RESYNC."""
     again = Open("r", 1, 0, np.array(TEXT[:60], np.int32), SAMPLING)
     old, new = Commit("r", 0, 1, 4001, (3,), (), 2, 4), Commit("r", 1, 1, 61, (TEXT[60],), (), 2, 4)
     begin_reading(worker_under_test, old, again, new)
@@ -300,7 +300,7 @@ def test_commits_during_a_prompt_are_handled_together(worker_under_test: WorkerU
 def test_rounds_during_a_prompt_count_with_their_own_times(
     worker_under_test: WorkerUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not with the time between two messages that have waited, by which a round would leave room for no branches."""
+    """Not with the time between two queued messages, which would seem too short for any branches."""
     clock = VirtualClock()
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
     begin_reading(worker_under_test)
@@ -346,7 +346,7 @@ def test_failure_in_the_middle_of_a_prompt_ends_only_its_request(
 def test_request_whose_prompt_is_read_for_a_long_time_is_not_closed(
     worker_under_test: WorkerUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No message arrives while the target reads it, too."""
+    """No message about it arrives, since the target reads the prompt for as long."""
     clock = VirtualClock()
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
     begin_reading(worker_under_test)

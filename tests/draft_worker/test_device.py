@@ -39,7 +39,7 @@ def test_every_backend_has_a_case_in_make_drafter(backend: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory_is_measured_and_returned_unless_core_ml_computes(backend: str) -> None:
-    """Whatever was asked for: MLX drafts where Core ML can't."""
+    """The backend that was loaded counts, not the requested one: MLX drafts where Core ML can't."""
     drafter: Any = MlxDrafter(markov(np.zeros((6, 6), np.float32)))
     drafter.backend, drafter.left_out = backend, ("MLX drafts",)
     options = Namespace(name="draft-0", backend="coreml", model="", target="", vocabulary="", fan_out="best-first")

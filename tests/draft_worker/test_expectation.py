@@ -37,7 +37,7 @@ def test_each_operation_announces_its_expected_time(monkeypatch: pytest.MonkeyPa
         def expect(self, milliseconds: float) -> None:
             announced.append(round(milliseconds))
 
-    class Slow:
+    class SlowDrafter:
         def __init__(self) -> None:
             self._inner = ReplayDrafter(Script((TEXT,), (0.9,), (0.5,), 100))
 
@@ -48,7 +48,7 @@ def test_each_operation_announces_its_expected_time(monkeypatch: pytest.MonkeyPa
             tree: Any = self._inner.open(tokens[:1], sampling)
             feed, read = tree.feed, tree.read
 
-            def slowly(*fed: Any) -> Any:
+            def feed_slowly(*fed: Any) -> Any:
                 clock.skip(FORWARD_MS * 1_000_000)
                 return feed(*fed)
 
@@ -56,14 +56,14 @@ def test_each_operation_announces_its_expected_time(monkeypatch: pytest.MonkeyPa
                 clock.skip(100 * 1_000_000)
                 tree.feed = feed
                 done = read(unread[:20])
-                tree.feed = slowly
+                tree.feed = feed_slowly
                 return done
 
             tree.read = read_slowly
             return tree
 
     link = RecordingLink("draft-0", deque())
-    worker = DraftWorker(link, Slow(), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
+    worker = DraftWorker(link, SlowDrafter(), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
     opened = Open("r", 0, 0, np.array(TEXT[:50], np.int32), SamplingParams())
     answered(worker, link, [opened, Commit("r", 0, 0, 50, (), (), 2, 4)])
     first, piece, grown = announced[:3]

@@ -22,7 +22,7 @@ POISON = 77
 
 
 class Poisoned:
-    """A drafter that can't read a certain token, or can't go on behind it."""
+    """A drafter that fails when it opens a text with a certain token or, if `late`, when it drafts for it."""
 
     def __init__(self, fault: Exception, late: bool) -> None:
         self._inner = ReplayDrafter(Script((tuple(range(60)),), (0.5,), (0.5,), 100))
@@ -51,7 +51,7 @@ def test_failed_request_does_not_stop_drafting_for_another(
 ) -> None:
     link = FakeLink("draft-0", deque())
     worker = DraftWorker(link, Poisoned(fault, late), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
-    asked = [
+    messages = [
         message
         for name, tokens in (("doomed", [0, 1, 2, POISON]), ("sound", [0, 1, 2]))
         for message in (
@@ -59,15 +59,15 @@ def test_failed_request_does_not_stop_drafting_for_another(
             Commit(name, 0, 0, len(tokens), (), (), 2, 4),
         )
     ]
-    found = answered(worker, link, asked)
+    found = answered(worker, link, messages)
     faults = {answer.request: answer.message for answer in found if isinstance(answer, Fault)}
     assert list(faults) == ["doomed"] and type(fault).__name__ in faults["doomed"]
     assert {vars(record).get("request") for record in caplog.records} == {None, "doomed"}
     assert any(isinstance(answer, Branches) and answer.request == "sound" and answer.final for answer in found)
 
 
-def test_next_orchestrator_hears_of_the_prompt_cache(tiny_model) -> None:
-    """Though its use has not changed since the one before heard of it."""
+def test_new_orchestrator_gets_a_report_of_the_prompt_cache(tiny_model) -> None:
+    """Even if nothing has changed since the report to the last orchestrator."""
     link = FakeLink("draft-0")
     worker = DraftWorker(link, MlxDrafter(load(tiny_model("llama"))), FAN_OUT_POLICIES["best-first"])
     opened = Open("r", 0, 0, np.arange(2, 102, dtype=np.int32), SamplingParams())

@@ -1,4 +1,4 @@
-"""What tests of heads have in common: their target, and a count of what ONNX Runtime is fed."""
+"""Fixtures of the heads' tests: their target, and the sizes of ONNX Runtime's forwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of pairs of each forward of ONNX Runtime's."""
+    """The number of pairs in each forward by ONNX Runtime."""
     counts, plain = list[int](), Embedding.__call__
 
     def call(self: Embedding, tokens: Any) -> Any:

@@ -33,7 +33,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def weights_of(layout: Layout, seed: int = 0) -> dict[str, Array]:
-    """As a checkpoint has them."""
+    """Random weights, as a checkpoint of this layout has them."""
     draws = np.random.default_rng(seed)
 
     def matrix(*shape: int) -> Array:
@@ -82,7 +82,7 @@ def weights_of(layout: Layout, seed: int = 0) -> dict[str, Array]:
 
 
 def write(folder: Path, name: str, seed: int = 0, config: dict[str, Any] | None = None, **other: Any) -> Path:
-    """A checkpoint of this layout; `other` weights in place of its own, None for one that is missing."""
+    """Writes a checkpoint of this layout. `other` weights replace its own; those that are None are left out."""
     layout = LAYOUTS[name]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**layout.config, **(config or {})}))
@@ -110,9 +110,9 @@ class NumpyHead:
     def hidden(
         self, features: Array, anchor: int | list[int], depth: int, places: Array | None = None, begin: int = -1
     ) -> Array:
-        """Vectors of the `depth` tokens behind the anchor, or behind several known ones: [depth, H].
+        """Hidden vectors of the `depth` tokens after the anchor, or after several known tokens: [depth, H].
 
-        `places` of features, and where the block begins, where that is not behind the last of all.
+        `places`: the positions of the features if some are missing; `begin`: that of the block.
         """
         known = anchor if isinstance(anchor, list) else [anchor]
         count = len(known) - 1 + (depth if self.layout.from_anchor else depth + 1)
@@ -121,9 +121,9 @@ class NumpyHead:
         self.begin = len(features) if begin < 0 else begin
         for number in range(2):
             w = {k.removeprefix(f"layers.{number}."): v for k, v in self.w.items() if k.startswith(f"layers.{number}.")}
-            seen, after = self._before(w, "attention_conv", _norm(x, w["input_layernorm.weight"]))
+            seen, after = self._convolutions(w, "attention_conv", _norm(x, w["input_layernorm.weight"]))
             x = x + after(self._attention(w, features, seen, number))
-            seen, after = self._before(w, "mlp_conv", _norm(x, w["post_attention_layernorm.weight"]))
+            seen, after = self._convolutions(w, "mlp_conv", _norm(x, w["post_attention_layernorm.weight"]))
             gate = seen @ w["mlp.gate_proj.weight"].T
             x = x + after((gate * _sigmoid(gate) * (seen @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T)
         return _norm(x, self.w["norm.weight"])[count - depth :]
@@ -144,7 +144,7 @@ class NumpyHead:
     def chain(
         self, features: Array, anchor: int, depth: int, noise: Array | None = None, temp: float = 1.0
     ) -> list[int]:
-        """Slot by slot: of the 16 best by logits and noise the best with what the token before adds."""
+        """Chooses slot by slot, from the 16 best tokens by logits and noise, the best one given the token before."""
         hidden = self.hidden(features, anchor, depth)
         scores = self.logits(hidden) / temp + (0 if noise is None else noise)
         found, before, memory = [], anchor, np.zeros(RANK)
@@ -155,8 +155,8 @@ class NumpyHead:
             found.append(before)
         return found
 
-    def behind(self, before: int, hidden: Array, noise: Array | float = 0.0, temp: float = 1.0) -> Array:
-        """Scores [V] of what a slot of this vector [H] says where it stands behind a token; a link looks at 16."""
+    def scores_after(self, before: int, hidden: Array, noise: Array | float = 0.0, temp: float = 1.0) -> Array:
+        """Scores [V] of a slot with this hidden vector [H] after token `before`; Markov heads score the 16 best."""
         scores = self.logits(hidden[None])[0] / temp + noise
         found = scores + self._gains(before, hidden, np.zeros(RANK))[0] / temp
         if self.layout.convolves or self.layout.markov:
@@ -186,8 +186,8 @@ class NumpyHead:
     def _linear(self, name: str, x: Array) -> Array:
         return self.w[f"{name}.weight"] @ x + self.w[f"{name}.bias"]
 
-    def _before(self, w: dict[str, Array], name: str, x: Array) -> tuple[Array, Any]:
-        """What a sublayer sees of rows x, and what becomes of what it says."""
+    def _convolutions(self, w: dict[str, Array], name: str, x: Array) -> tuple[Array, Any]:
+        """A sublayer's input for rows x, and the function that is applied to its output."""
         if not self.layout.convolves:
             return x, lambda y: y
         kernels = (x @ w[f"{name}.kernel_projection.weight"].T).reshape(len(x), 2, 2, H // GROUP)
@@ -204,7 +204,7 @@ class NumpyHead:
 
         return convolved(x, 0), lambda y: convolved(y, 1)
 
-    def _turned(self, y: Array, places: Array) -> Array:
+    def _apply_rope(self, y: Array, places: Array) -> Array:
         half = DIM // 2
         angles = places[:, None] * THETA ** (-np.arange(half) / half)
         a, b = (y[..., ::2], y[..., 1::2]) if self.layout.interleaved else (y[..., :half], y[..., half:])
@@ -213,9 +213,9 @@ class NumpyHead:
 
     def _attention(self, w: dict[str, Array], features: Array, x: Array, number: int) -> Array:
         own = self.begin + np.arange(len(x))
-        queries = self._turned(_heads(x, w, "q", HEADS), own)
+        queries = self._apply_rope(_heads(x, w, "q", HEADS), own)
         keys = [(features, self.places), (x, own)]
-        keys = np.concatenate([self._turned(_heads(y, w, "k", KV_HEADS), at) for y, at in keys], axis=1)
+        keys = np.concatenate([self._apply_rope(_heads(y, w, "k", KV_HEADS), at) for y, at in keys], axis=1)
         values = np.concatenate([_heads(features, w, "v", KV_HEADS), _heads(x, w, "v", KV_HEADS)], axis=1)
         keys, values = keys.repeat(HEADS // KV_HEADS, axis=0), values.repeat(HEADS // KV_HEADS, axis=0)
         scores = queries @ keys.swapaxes(1, 2) / DIM**0.5

@@ -38,10 +38,11 @@ _SPECULATORS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """`prefix`: what stands before which names. `maps`: it has fewer tokens; `copies`: the target's parts, too.
+    """A layout's config.json, and how its heads differ from z-lab's.
 
     `windows` of its layers (0: none), and which are `causal`: rows of a block don't see later ones. `interleaved`: its
-    rope rotates neighbours.
+    rope rotates neighbours. `maps`: its vocabulary is smaller than the target's. `copies`: its checkpoint also has an
+    embedding and an output layer. `prefix`: which tensor names have which prefix.
     """
 
     config: dict[str, Any]

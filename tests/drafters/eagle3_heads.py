@@ -34,7 +34,7 @@ SPECULATORS = {
     "transformer_layer_config": _SIZES,
 }
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    # name: (config, what the weights are like)
+    # name: (config, arguments of `weights_of`)
     "SafeAI": (OFFICIAL, {}),
     "SpecForge": ({**OFFICIAL, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}}, {"embeds": True}),
     "SpecForge 3.1": ({**OFFICIAL, "norm_output": True}, {"fc_norm": True, "prefix": "model."}),
@@ -166,7 +166,7 @@ def weights_of(
     output: bool = True,
     hidden_norms: bool = False,
 ) -> dict[str, Array]:
-    """As a checkpoint has them."""
+    """Random weights, as a checkpoint has them."""
     draws = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> Array:
@@ -215,7 +215,7 @@ def weights_of(
 
 
 def write(folder: Path, layout: str, seed: int = 0, **other: Any) -> Path:
-    """A checkpoint of this layout; `other` weights in place of its own, None for one that is missing."""
+    """Writes a checkpoint of this layout. `other` weights replace its own; those that are None are left out."""
     config, kind = LAYOUTS[layout]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -249,7 +249,7 @@ class NumpyHead:
         return rows @ self.w["fc.weight"].T if "fc.weight" in self.w else rows
 
     def __call__(self, tokens: Array, features: Array) -> tuple[Array, Array]:
-        """Logits over the target's vocabulary, and what stands in for the next features: [T, V], [T, H]."""
+        """Logits over the target's vocabulary, and the vectors that replace the next features: [T, V], [T, H]."""
         x = features
         for number in range(self.layers):
             w = {k.removeprefix(f"layers.{number}."): v for k, v in self.w.items() if k.startswith(f"layers.{number}.")}
@@ -289,7 +289,7 @@ def _attention(w: dict[str, Array], x: Array, window: int, rotary: int) -> Array
         norm = w.get(f"self_attn.{key}_norm.weight")
         return y if norm is None else _norm(y, norm)
 
-    queries, keys = _turned(heads("q", HEADS), rotary), _turned(heads("k", KV_HEADS), rotary)
+    queries, keys = _apply_rope(heads("q", HEADS), rotary), _apply_rope(heads("k", KV_HEADS), rotary)
     values = heads("v", KV_HEADS)
     keys, values = keys.repeat(HEADS // KV_HEADS, axis=0), values.repeat(HEADS // KV_HEADS, axis=0)
     scores = queries @ keys.swapaxes(1, 2) / DIM**0.5
@@ -301,8 +301,8 @@ def _attention(w: dict[str, Array], x: Array, window: int, rotary: int) -> Array
     return joint @ w["self_attn.o_proj.weight"].T + w.get("self_attn.o_proj.bias", 0)
 
 
-def _turned(x: Array, rotary: int) -> Array:
-    """The rope of Llama: halves of a head, or of its first channels, turn together."""
+def _apply_rope(x: Array, rotary: int) -> Array:
+    """Llama's rope: rotates the two halves of each head, or of its first `rotary` channels."""
     half, rest = rotary // 2, x[..., rotary:]
     angles = np.arange(x.shape[1])[:, None] * THETA ** (-np.arange(half) / half)
     a, b = x[..., :half], x[..., half:rotary]

@@ -1,4 +1,4 @@
-"""Layers of experts and their attention in numpy, by the papers' formulas."""
+"""Mixtures of experts and latent attention in numpy, by the papers' formulas."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def gated_mlp(w: Mapping[str, Array], at: str, x: Array) -> Array:
     return found
 
 
-def mixed(w: Mapping[str, Array], at: str, x: Array, chosen: Array, shares: Array) -> Array:
-    """Each row by its chosen experts [T, k], so much of each."""
+def mix_experts(w: Mapping[str, Array], at: str, x: Array, chosen: Array, shares: Array) -> Array:
+    """Sums, for each row, the outputs of its chosen experts [T, k], weighted by `shares`."""
     rows = [
         sum(share * gated_mlp(w, f"{at}experts.{number}.", row[None])[0] for number, share in zip(ns, ss, strict=True))
         for row, ns, ss in zip(x, chosen, shares, strict=True)
@@ -39,21 +39,21 @@ def mixed(w: Mapping[str, Array], at: str, x: Array, chosen: Array, shares: Arra
     return np.array(rows)
 
 
-def by_softmax(w: Mapping[str, Array], at: str, x: Array, count: int) -> Array:
-    """Qwen's: softmax over all, the best of them normed; a shared one behind a gate of its own."""
+def softmax_moe(w: Mapping[str, Array], at: str, x: Array, count: int) -> Array:
+    """Qwen's: the best experts by softmax, with their shares normalised, and a shared expert with a gate."""
     scores = x @ w[f"{at}gate"].T
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
     scores /= scores.sum(axis=-1, keepdims=True)
     chosen = np.argsort(-scores, axis=-1)[:, :count]
     shares = np.take_along_axis(scores, chosen, axis=-1)
     gate = sigmoid(x @ w[f"{at}shared_expert_gate"].T)
-    return mixed(w, at, x, chosen, shares / shares.sum(axis=-1, keepdims=True)) + gate * gated_mlp(
+    return mix_experts(w, at, x, chosen, shares / shares.sum(axis=-1, keepdims=True)) + gate * gated_mlp(
         w, f"{at}shared_expert.", x
     )
 
 
-def by_groups(w: Mapping[str, Array], at: str, x: Array, count: int, groups: int, kept: int, scale: float) -> Array:
-    """DeepSeek's: sigmoids; a bias decides who is chosen, first which groups, and has no part in the shares."""
+def grouped_moe(w: Mapping[str, Array], at: str, x: Array, count: int, groups: int, kept: int, scale: float) -> Array:
+    """DeepSeek's: sigmoid scores; a bias affects which groups and then experts are chosen, but not their shares."""
     scores = sigmoid(x @ w[f"{at}gate"].T)
     biased = scores + w[f"{at}gate.e_score_correction_bias"]
     of_group = np.sort(biased.reshape(len(x), groups, -1), axis=-1)[..., -2:].sum(axis=-1)
@@ -64,13 +64,13 @@ def by_groups(w: Mapping[str, Array], at: str, x: Array, count: int, groups: int
     chosen = np.argsort(-biased, axis=-1)[:, :count]
     shares = np.take_along_axis(scores, chosen, axis=-1)
     shares = shares / shares.sum(axis=-1, keepdims=True) * scale
-    return mixed(w, at, x, chosen, shares) + gated_mlp(w, f"{at}shared_experts.", x)
+    return mix_experts(w, at, x, chosen, shares) + gated_mlp(w, f"{at}shared_experts.", x)
 
 
 def latent_attention(
     w: Mapping[str, Array], x: Array, heads: int, nope: int, rope: int, theta: float, eps: float
 ) -> Array:
-    """Of keys and values that are made of one latent vector a token, beside which a part of the key turns."""
+    """Attention with keys and values from one latent vector per token; a separate part of the key is rotated."""
     q = rms(x @ w["q_a_proj"].T, w["q_a_layernorm"], eps) @ w["q_b_proj"].T
     q = q.reshape(len(x), heads, nope + rope).swapaxes(0, 1)
     rank = w["kv_a_layernorm"].shape[0]
@@ -78,8 +78,8 @@ def latent_attention(
     kv = rms(both[:, :rank], w["kv_a_layernorm"]) @ w["kv_b_proj"].T
     kv = kv.reshape(len(x), heads, -1).swapaxes(0, 1)
     keys, values = kv[..., :nope], kv[..., nope:]
-    turned = _turned(q[..., nope:], theta) @ _turned(both[None, :, rank:], theta).swapaxes(1, 2)
-    scores = (q[..., :nope] @ keys.swapaxes(1, 2) + turned) / (nope + rope) ** 0.5
+    rotated = _apply_rope(q[..., nope:], theta) @ _apply_rope(both[None, :, rank:], theta).swapaxes(1, 2)
+    scores = (q[..., :nope] @ keys.swapaxes(1, 2) + rotated) / (nope + rope) ** 0.5
     scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
     found = (shares / shares.sum(axis=-1, keepdims=True)) @ values
@@ -87,8 +87,8 @@ def latent_attention(
     return joint
 
 
-def _turned(x: Array, theta: float) -> Array:
-    """Neighbours turn together."""
+def _apply_rope(x: Array, theta: float) -> Array:
+    """A rope that rotates pairs of neighbouring channels."""
     half = x.shape[-1] // 2
     angles = np.arange(x.shape[1])[:, None] * theta ** (-np.arange(half) / half)
     a, b = x[..., ::2], x[..., 1::2]

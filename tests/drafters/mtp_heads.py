@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.engine.loading import LoadedModel
-from tests.drafters.experts import by_softmax, gated_mlp
+from tests.drafters.experts import gated_mlp, softmax_moe
 
 Array = np.ndarray[Any, np.dtype[Any]]
 H, HEADS, KV, INNER = 64, 4, 2, 128
@@ -35,7 +35,7 @@ EXPERTS = {
 
 
 def weights_of(family: str, seed: int = 0) -> dict[str, Array]:
-    """As the original repository has them."""
+    """Random weights, as the original repository has them."""
     draws = np.random.default_rng(seed)
     prefix, of_token, of_row, fuse, last, layer = NAMES[family]
     gated, dim = family != "mimo", 16
@@ -64,8 +64,8 @@ def weights_of(family: str, seed: int = 0) -> dict[str, Array]:
     return {prefix + key: value for key, value in found.items()}
 
 
-def in_one(weights: dict[str, Array]) -> dict[str, Array]:
-    """All experts in one tensor, as Qwen3.5 has them."""
+def stack_experts(weights: dict[str, Array]) -> dict[str, Array]:
+    """The same weights with all experts in one tensor, as Qwen3.5 has them."""
     at = "mtp.layers.0.mlp.experts."
 
     def of(number: int, name: str) -> Array:
@@ -78,7 +78,7 @@ def in_one(weights: dict[str, Array]) -> dict[str, Array]:
 
 
 def by_numpy(family: str, target: LoadedModel, tokens: Array, rows: Array) -> tuple[Array, Array]:
-    """Logits [T, V] and what stands in for the next rows [T, H], over all pairs at once."""
+    """Logits [T, V] and the vectors that replace the next rows [T, H], over all pairs at once."""
     prefix, of_token, of_row, fuse, last, layer = NAMES[family]
     w = {key.removeprefix(prefix).removesuffix(".weight"): v for key, v in weights_of(family).items()}
     gated, dim = family != "mimo", 16
@@ -103,21 +103,21 @@ def by_numpy(family: str, target: LoadedModel, tokens: Array, rows: Array) -> tu
         queries, gate = np.split(queries, 2, axis=-1)
         gate = 1 / (1 + np.exp(-gate.reshape(len(y), -1)))
         queries, keys = norm(queries, f"{layer}self_attn.q_norm"), norm(keys, f"{layer}self_attn.k_norm")
-    queries, keys = (turned(z.swapaxes(0, 1), dim // 2 if gated else dim) for z in (queries, keys))
+    queries, keys = (apply_rope(z.swapaxes(0, 1), dim // 2 if gated else dim) for z in (queries, keys))
     keys, values = keys.repeat(HEADS // KV, axis=0), values.swapaxes(0, 1).repeat(HEADS // KV, axis=0)
     scores = np.where(np.tri(len(y), dtype=bool), queries @ keys.swapaxes(1, 2) / dim**0.5, -np.inf)
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
     mixed = (shares / shares.sum(axis=-1, keepdims=True)) @ values
     h = x + (mixed.swapaxes(0, 1).reshape(len(y), -1) * gate) @ w[f"{layer}self_attn.o_proj"].T
     y = norm(h, f"{layer}post_attention_layernorm")
-    h = h + (by_softmax(w, f"{layer}mlp.", y, 2) if family in MOE else gated_mlp(w, f"{layer}mlp.", y))
+    h = h + (softmax_moe(w, f"{layer}mlp.", y, 2) if family in MOE else gated_mlp(w, f"{layer}mlp.", y))
     out = norm(h, last)
     tied = "lm_head" not in inner
     logits = inner.model.embed_tokens.as_linear(mx.array(out)) if tied else inner.lm_head(mx.array(out))
     return np.array(logits), out
 
 
-def turned(x: Array, width: int) -> Array:
+def apply_rope(x: Array, width: int) -> Array:
     half = width // 2
     angles = np.arange(x.shape[1])[:, None] * 10000.0 ** (-np.arange(half) / half)
     a, b, rest = x[..., :half], x[..., half:width], x[..., width:]
@@ -132,14 +132,14 @@ def model_of(tiny_model: Callable[..., Path], family: str) -> Path:
     return tiny_model("llama", **MIMO) if family == "mimo" else tiny_model(family)
 
 
-def written(folder: Path, family: str, **other: Any) -> Path:
-    """Shards of an original repository, one of which holds the head; `other` weights, None for one that is missing."""
-    weights = {**(in_one(weights_of(family)) if family == "qwen3_5_moe" else weights_of(family)), **other}
+def write_head(folder: Path, family: str, **other: Any) -> Path:
+    """Writes the family's head as `write` does. `other` weights replace its own; those that are None are left out."""
+    weights = {**(stack_experts(weights_of(family)) if family == "qwen3_5_moe" else weights_of(family)), **other}
     return write(folder, weights)
 
 
 def write(folder: Path, weights: dict[str, Any]) -> Path:
-    """Shards of a repository, one of which holds these."""
+    """Writes two shards, as in the original repositories, of which the second has these weights."""
     arrays = {key: mx.array(value) for key, value in weights.items() if value is not None}
     mx.save_safetensors(str(folder / "model-00002.safetensors"), arrays)
     mx.save_safetensors(str(folder / "model-00001.safetensors"), {"model.embed_tokens.weight": mx.zeros((2, 2))})

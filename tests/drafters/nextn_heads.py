@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.engine.loading import LoadedModel
-from tests.drafters.experts import by_groups, latent_attention, rms
+from tests.drafters.experts import grouped_moe, latent_attention, rms
 
 Array = np.ndarray[Any, np.dtype[Any]]
 H, HEADS, KV, DIM, INNER, EXPERTS, V = 64, 4, 2, 16, 32, 4, 258
@@ -49,11 +49,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PREFIX = f"model.layers.{LAYERS}."
 OWN = ("glm4_moe_lite",)
-"""Whose embedding and output layer are the head's own; the others' are copies of the target's."""
+"""Families whose heads have an embedding and an output layer of their own; others have copies of the target's."""
 
 
 def weights_of(family: str, target: LoadedModel) -> dict[str, Array]:
-    """As the original repository has them."""
+    """Random weights, as the original repository has them."""
     draws = np.random.default_rng(5)
 
     def matrix(rows: int, columns: int) -> Array:
@@ -95,7 +95,7 @@ def weights_of(family: str, target: LoadedModel) -> dict[str, Array]:
 
 
 def by_numpy(family: str, target: LoadedModel, tokens: Array, rows: Array) -> tuple[Array, Array]:
-    """Logits [T, V] and what stands in for the next rows [T, H], over all pairs at once."""
+    """Logits [T, V] and the vectors that replace the next rows [T, H], over all pairs at once."""
     weights = weights_of(family, target)
     w = {key.removeprefix(PREFIX).removesuffix(".weight"): value for key, value in weights.items()}
     embedded = rms(w["embed_tokens"][tokens], w["enorm"])
@@ -108,7 +108,7 @@ def by_numpy(family: str, target: LoadedModel, tokens: Array, rows: Array) -> tu
         inner = 1e-6 if family == "deepseek_v3" else 1e-5
         h = x + latent_attention(attention, y, HEADS, NOPE, ROPE, 10000.0, inner)
     config = MODELS[family]
-    out = h + by_groups(w, "mlp.", rms(h, w["post_attention_layernorm"]), 2, config["n_group"], 1, 1.5)
+    out = h + grouped_moe(w, "mlp.", rms(h, w["post_attention_layernorm"]), 2, config["n_group"], 1, 1.5)
     normed = rms(out, w["shared_head.norm"])
     return normed @ w["shared_head.head"].T, normed
 
@@ -116,7 +116,7 @@ def by_numpy(family: str, target: LoadedModel, tokens: Array, rows: Array) -> tu
 def _attention(w: dict[str, Array], x: Array) -> Array:
     def heads(key: str, count: int) -> Array:
         y = (x @ w[f"{key}_proj"].T + w[f"{key}_proj.bias"]).reshape(len(x), count, DIM).swapaxes(0, 1)
-        return y if key == "v" else _turned(rms(y, w[f"{key}_norm"]))
+        return y if key == "v" else _apply_rope(rms(y, w[f"{key}_norm"]))
 
     queries, keys, values = heads("q", HEADS), heads("k", KV), heads("v", KV)
     keys, values = keys.repeat(HEADS // KV, axis=0), values.repeat(HEADS // KV, axis=0)
@@ -127,15 +127,15 @@ def _attention(w: dict[str, Array], x: Array) -> Array:
     return joint
 
 
-def _turned(x: Array) -> Array:
-    """The first half of a head turns, its halves together."""
-    from tests.drafters.mtp_heads import turned
+def _apply_rope(x: Array) -> Array:
+    """Rotates the first half of each head's channels."""
+    from tests.drafters.mtp_heads import apply_rope
 
-    return turned(x, DIM // 2)
+    return apply_rope(x, DIM // 2)
 
 
 def in_fp8(weights: dict[str, Array], key: str) -> dict[str, mx.array]:
-    """One tensor as DeepSeek publishes it, in float8 with a scale; its values are changed to what that holds."""
+    """Returns a tensor in float8 with a scale, as DeepSeek publishes it, and rounds `weights` to its values."""
     small = mx.to_fp8(mx.array(weights[key] * 2))
     weights[key] = np.array(mx.from_fp8(small, dtype=mx.float32)) / 2
     return {key: small, f"{key}_scale_inv": mx.array([[0.5]])}

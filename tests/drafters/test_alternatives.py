@@ -45,7 +45,7 @@ def test_token_of_the_chain_is_never_its_own_alternative() -> None:
 
 
 def test_a_token_without_alternatives_is_sure() -> None:
-    """A grammar or a filter leaves nothing else."""
+    """Such as when a grammar or a filter allows no other token."""
     (odds,) = chain_of_fives([Candidate(5, 0.0)]).tree(Calibration(), 1.0).odds
     assert odds == Calibration().acceptance(0, math.inf)
 

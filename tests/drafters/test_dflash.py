@@ -49,18 +49,18 @@ def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V, 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_head_equals_an_independent_forward(tmp_path: Path, name: str) -> None:
-    """Behind contexts of two texts in pieces of any length, blocks of any depth, alone and in company."""
+    """Blocks of any depth, of one text and of two, after contexts that are read in pieces of any length."""
     layout = LAYOUTS[name]
     head, truth = head_of(write(tmp_path, name)), NumpyHead(layout, EMBEDDING, OUTPUT)
     assert head.points.layers == TAPS and head.depth == layout.depth and head.from_anchor == layout.from_anchor
     contexts, done = FeatureKVCache(head), [0, 0]
-    places = [contexts.open() for _ in TEXTS]
+    sequences = [contexts.open() for _ in TEXTS]
     for counts, depths in (((40, 3), (5, 2)), ((1, 5), (1, 5)), ((2, 0), (4, 0)), ((0, 9), (0, 3)), ((1, 1), (5, 5))):
         feeds = []
         for n in (n for n in range(2) if counts[n]):
             part = slice(done[n], done[n] + counts[n])
-            behind = TEXTS[n][part.start + 1 : part.stop + 1]
-            feeds.append(PairFeed(places[n], mx.array(behind), head.fuse(mx.array(ROWS[n][part]))))
+            next_tokens = TEXTS[n][part.start + 1 : part.stop + 1]
+            feeds.append(PairFeed(sequences[n], mx.array(next_tokens), head.fuse(mx.array(ROWS[n][part]))))
             done[n] = part.stop
         _, logits = slots(contexts, feeds, [depth for depth in depths if depth])
         found = np.array(logits)
@@ -70,23 +70,23 @@ def test_head_equals_an_independent_forward(tmp_path: Path, name: str) -> None:
             if depths[n]
         ]
         np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-3, atol=1e-3)
-        assert [place.length for place in places] == done
+        assert [sequence.length for sequence in sequences] == done
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_chain_is_the_coupled_walk_along_the_block(tmp_path: Path, name: str, temp: float) -> None:
-    """Noise is the target's, by its names of tokens and positions; links see the token chosen before."""
+def test_a_chain_is_chosen_slot_by_slot_with_the_targets_noise(tmp_path: Path, name: str, temp: float) -> None:
+    """The noise is that of the target's token ids and positions; Markov heads see the token chosen before."""
     layout = LAYOUTS[name]
     drafter = HeadDrafter(head_of(write(tmp_path, name)), V)
     truth = NumpyHead(layout, EMBEDDING, OUTPUT)
-    followers = [drafter.open_draft(SamplingParams(temp=temp, seed=5 + n)) for n in range(2)]
+    drafts = [drafter.open_draft(SamplingParams(temp=temp, seed=5 + n)) for n in range(2)]
     done, depths = [0, 0], [layout.depth, 3]
     for counts in ((30, 7), (1, 3), (4, 1)):
         for n, count in enumerate(counts):
-            followers[n].add_features(done[n], drafter.head.fuse(mx.array(ROWS[n][done[n] : done[n] + count])))
+            drafts[n].add_features(done[n], drafter.head.fuse(mx.array(ROWS[n][done[n] : done[n] + count])))
             done[n] += count
-        chains = [followers[n].set_text(TEXTS[n][: done[n] + 1].tolist()) for n in range(2)]
+        chains = [drafts[n].set_text(TEXTS[n][: done[n] + 1].tolist()) for n in range(2)]
         found = continuations(chains, [n + 3 for n in depths])
         for n, chain in enumerate(one.chain for one in found):
             depth = layout.depth if n == 0 else min(6, layout.depth)
@@ -96,7 +96,7 @@ def test_a_chain_is_the_coupled_walk_along_the_block(tmp_path: Path, name: str, 
 
 
 def test_markov_links_change_the_reference_chain(tmp_path: Path) -> None:
-    """Else the walk above would show nothing."""
+    """Otherwise the test above would not show that they are applied."""
     for name, layout in LAYOUTS.items():
         truth = NumpyHead(layout, EMBEDDING, OUTPUT)
         features = truth.fuse(ROWS[0][:30])
@@ -106,8 +106,8 @@ def test_markov_links_change_the_reference_chain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_trial_with_the_target_predicts_by_the_links(tmp_path: Path, name: str) -> None:
-    """The token after each of a text, of which `measure_agreement` counts those that the target chooses, too."""
+def test_trial_with_the_target_predicts_with_the_markov_head(tmp_path: Path, name: str) -> None:
+    """For `measure_agreement`, which compares the token predicted after each token of a text with the target's."""
     head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
     features = head.fuse(mx.array(ROWS[0][:12]))
     found = predict_tokens(FeatureKVCache(head), mx.array(TEXTS[0][1:13], mx.int32), features)
@@ -118,13 +118,13 @@ def test_trial_with_the_target_predicts_by_the_links(tmp_path: Path, name: str) 
 @pytest.mark.parametrize("name", ["z-lab", "DeepSpec"])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temp=0.8, seed=3, repetition_penalty=1.1)])
 def test_candidates_of_each_position_come_best_first(tmp_path: Path, name: str, sampling: SamplingParams) -> None:
-    """To who asks for it, in company of who does not; the chain is the same."""
+    """For a request that asks for them, beside one that does not; both chains are the same."""
     drafter = HeadDrafter(head_of(write(tmp_path, name)), V)
     chains = []
     for least in (0.1, 1.0):
-        follower = drafter.open_draft(sampling)
-        follower.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
-        chains.append(follower.set_text(TEXTS[0][:10].tolist(), least))
+        draft = drafter.open_draft(sampling)
+        draft.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
+        chains.append(draft.set_text(TEXTS[0][:10].tolist(), least))
     wide, plain = continuations(chains, [5, 5])
     assert wide.line == plain.chain and plain.parents == () and chains[0]._proposed is not None
     for token, place in zip(wide.line, chains[0]._proposed.places, strict=True):
@@ -135,20 +135,20 @@ def test_candidates_of_each_position_come_best_first(tmp_path: Path, name: str, 
 
 def test_penalties_are_applied_slot_by_slot(tmp_path: Path) -> None:
     drafter = HeadDrafter(head_of(write(tmp_path, "DeepSpec")), V)
-    follower = drafter.open_draft(SamplingParams(repetition_penalty=50.0))
-    follower.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
-    chain = continuations([follower.set_text(TEXTS[0][:10].tolist())], [6])[0].chain
+    draft = drafter.open_draft(SamplingParams(repetition_penalty=50.0))
+    draft.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
+    chain = continuations([draft.set_text(TEXTS[0][:10].tolist())], [6])[0].chain
     assert len(set(chain) - set(TEXTS[0][:10].tolist())) == 6
 
 
 def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
     head = head_of(write(tmp_path, "z-lab"), {**TARGET, "max_position_embeddings": 12})
     drafter = HeadDrafter(head, V)
-    follower = drafter.open_draft(SamplingParams())
-    follower.add_features(0, head.fuse(mx.array(ROWS[0][:8])))
-    assert len(continuations([follower.set_text(TEXTS[0][:9].tolist())], [9])[0].chain) == 3
-    follower.add_features(8, head.fuse(mx.array(ROWS[0][8:11])))
-    assert continuations([follower.set_text(TEXTS[0][:12].tolist())], [9])[0].chain == ()
+    draft = drafter.open_draft(SamplingParams())
+    draft.add_features(0, head.fuse(mx.array(ROWS[0][:8])))
+    assert len(continuations([draft.set_text(TEXTS[0][:9].tolist())], [9])[0].chain) == 3
+    draft.add_features(8, head.fuse(mx.array(ROWS[0][8:11])))
+    assert continuations([draft.set_text(TEXTS[0][:12].tolist())], [9])[0].chain == ()
 
 
 @pytest.mark.parametrize(

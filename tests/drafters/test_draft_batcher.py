@@ -1,4 +1,4 @@
-"""Requests that share forwards prepare the same as alone; limited time goes to likely outcomes."""
+"""Requests that share forwards prepare the same branches as alone; limited time goes to likely outcomes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def drafter(request: pytest.FixtureRequest, tiny_model: Callable[..., Any]) -> D
     return ReplayDrafter(SCRIPT) if request.param == "replay" else MlxDrafter(load(tiny_model(request.param)))
 
 
-def begun(drafter: Drafter) -> list[WorkAhead]:
+def start_requests(drafter: Drafter) -> list[WorkAhead]:
     works = []
     for number, length in enumerate(LENGTHS):
         tree = open_read(drafter, TEXT[:length], SamplingParams(temp=0.8, seed=number))
@@ -43,8 +43,8 @@ def begun(drafter: Drafter) -> list[WorkAhead]:
     return works
 
 
-def grown(together: DraftBatcher, works: Sequence[WorkAhead], active: int = 1) -> list[Found]:
-    """What is prepared until all are done, for each."""
+def prepare_all(together: DraftBatcher, works: Sequence[WorkAhead], active: int = 1) -> list[Found]:
+    """Advances the requests until all are done; returns the branches of each."""
     found: dict[int, Found] = {id(work): {} for work in works}
     while busy := [work for work in works if work.has_work]:
         for work, ready in zip(busy, together.advance(busy, active), strict=True):
@@ -54,8 +54,8 @@ def grown(together: DraftBatcher, works: Sequence[WorkAhead], active: int = 1) -
 
 
 def test_batched_requests_prepare_the_branches_of_single_requests(drafter: Drafter) -> None:
-    """Continuations, branches, a commit that holds, one that nobody drafted, with budget for all."""
-    batched, alone = begun(drafter), begun(drafter)
+    """Through continuations, branches, and commits with and without a branch, with a budget for all."""
+    batched, alone = start_requests(drafter), start_requests(drafter)
     together = DraftBatcher()
     drafted = continuations(batched, [3, 2, 4])
     assert drafted == [continuations([work], [n])[0] for work, n in zip(alone, (3, 2, 4), strict=True)]
@@ -64,8 +64,8 @@ def test_batched_requests_prepare_the_branches_of_single_requests(drafter: Draft
         for work, chain in zip(works, chains, strict=True):
             work.commit((), BranchTask(chain, 2, 6))
     for turn in range(4):
-        found = grown(together, batched)
-        assert found == [grown(DraftBatcher(), [work])[0] for work in alone]
+        found = prepare_all(together, batched)
+        assert found == [prepare_all(DraftBatcher(), [work])[0] for work in alone]
         assert all(len(branches) == 6 for branches in found)
         for i, branches in enumerate(found):
             outcome = list(branches)[turn]
@@ -80,7 +80,7 @@ def test_failed_request_of_a_batch_does_not_affect_the_others(
 ) -> None:
     """Wherever it fails: in the forward, or when scores are read before and after it."""
     for where in ("candidates", "feed"):
-        works, sound = begun(drafter), begun(drafter)
+        works, sound = start_requests(drafter), start_requests(drafter)
         for work in (*works, *sound):
             work.commit((), BranchTask((9, 8), 2, 4))
 
@@ -144,7 +144,7 @@ def test_rows_of_a_forward_leave_time_for_others_unless_they_cost_little() -> No
     for _ in range(24):
         alike.record_forward(8, 9.0)
         alike.record_round(15.0)
-    assert alike.rows_per_forward() == 4  # eight do not show what a row costs: fewer are tried
+    assert alike.rows_per_forward() == 4  # forwards of eight rows alone do not show a row's cost, so fewer are tried
     for _ in range(3):
         alike.record_forward(4, 9.0)
     assert (alike.rows_per_forward() or 0) > 8  # a row costs little
@@ -158,8 +158,8 @@ def test_capacity_is_learned_from_forwards_of_one_size() -> None:
     assert capacity.max_branches(3) == 10
 
 
-def test_time_of_a_lazy_forward_comes_with_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of one that only feeds committed tokens, with MLX: it seems to take no time, and the next one all of it."""
+def test_time_of_an_unread_forward_is_counted_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With MLX, a forward that only feeds committed tokens seems to take no time, and the next one that of both."""
     batcher, made = DraftBatcher(), iter([([None], 30), ([ReadyBranches((), False)], 8)])
     milliseconds = iter([0, 0, 0, 40])
     monkeypatch.setattr("outrider.protocol.clock.now", lambda: next(milliseconds) * MILLISECOND_NS)
@@ -171,7 +171,7 @@ def test_time_of_a_lazy_forward_comes_with_the_one_that_is_read(monkeypatch: pyt
 
 
 def test_stalled_round_hardly_changes_the_number_of_branches() -> None:
-    """As when the server was suspended."""
+    """Such as when the server was suspended."""
     capacity = Capacity()
     for _ in range(20):
         capacity.record_forward(8, 4.0)
@@ -184,7 +184,7 @@ def test_stalled_round_hardly_changes_the_number_of_branches() -> None:
 
 
 def test_stalled_forward_hardly_changes_the_cost_of_forwards() -> None:
-    """As when the process was suspended: a hanging forward must still be noticed after it."""
+    """Such as when the process was suspended: a hanging forward must still be noticed later."""
     cost = ForwardCost()
     for turn in range(20):
         cost.add(4 + 8 * (turn % 5), 1.0 + 0.125 * (4 + 8 * (turn % 5)))
@@ -197,16 +197,16 @@ def test_stalled_forward_hardly_changes_the_cost_of_forwards() -> None:
 
 
 def test_short_budget_is_shared_among_requests(tiny_model: Callable[..., Any]) -> None:
-    """Each has fewer branches than it wishes for, all as deep and as true as ever."""
+    """Each gets fewer branches than it requests, but of full depth and with the same tokens."""
     drafter = MlxDrafter(load(tiny_model("llama")))
-    works, free = begun(drafter), begun(drafter)
+    works, free = start_requests(drafter), start_requests(drafter)
     for work in (*works, *free):
         work.commit((), BranchTask((9, 8), 2, 12))
     together = DraftBatcher()
     for _ in range(16):
         together.capacity.record_forward(10, 5.0)
         together.capacity.record_round(27.0)  # three forwards of 9 ms: 18 rows
-    found, wanted = grown(together, works, active=3), grown(DraftBatcher(), free)
+    found, wanted = prepare_all(together, works, active=3), prepare_all(DraftBatcher(), free)
     assert sum(map(len, found)) == 18 and all(found)
     for ours, theirs in zip(found, wanted, strict=True):
         assert all(theirs.get(outcome, chain) == chain and len(chain) == 2 for outcome, chain in ours.items())
@@ -214,10 +214,10 @@ def test_short_budget_is_shared_among_requests(tiny_model: Callable[..., Any]) -
 
 def test_single_request_gets_all_requested_branches(tiny_model: Callable[..., Any]) -> None:
     drafter = MlxDrafter(load(tiny_model("llama")))
-    work, together = begun(drafter)[0], DraftBatcher()
+    work, together = start_requests(drafter)[0], DraftBatcher()
     for _ in range(16):
         together.capacity.record_forward(10, 5.0)
         together.capacity.record_round(1.0)
     work.commit((), BranchTask((), 2, 12))
-    assert [len(found) for found in grown(together, [work])] == [12]
+    assert [len(found) for found in prepare_all(together, [work])] == [12]
     assert isinstance(together.advance([work])[0], ReadyBranches)

@@ -39,14 +39,14 @@ def drafter() -> MlxDrafter:
 
 @pytest.fixture
 def begin(drafter: MlxDrafter) -> Callable[[tuple[int, ...]], WorkAhead]:
-    return lambda tokens: opened(drafter, SAMPLING, tokens)
+    return lambda tokens: start_work(drafter, SAMPLING, tokens)
 
 
-def opened(drafter: MlxDrafter, sampling: SamplingParams, tokens: tuple[int, ...] = PROMPT) -> WorkAhead:
+def start_work(drafter: MlxDrafter, sampling: SamplingParams, tokens: tuple[int, ...] = PROMPT) -> WorkAhead:
     return WorkAhead(open_read(drafter, tokens, sampling, cached=2), (), FAN_OUT_POLICIES["best-first"], Calibration())
 
 
-def same(q: SparseQ | None, other: SparseQ | None) -> bool:
+def are_equal(q: SparseQ | None, other: SparseQ | None) -> bool:
     return q is not None and other is not None and bool((q.ids == other.ids).all() and (q.probs == other.probs).all())
 
 
@@ -55,7 +55,7 @@ def same(q: SparseQ | None, other: SparseQ | None) -> bool:
 def test_pushed_branches_equal_the_draws_of_a_fresh_drafter(
     begin: Callable[[tuple[int, ...]], WorkAhead], forwards: int, seed: int
 ) -> None:
-    """Whatever is verified: the branch, its beginning, another drafter's chain or one that was waited for in vain."""
+    """Whatever is verified: the branch, a prefix of it, another drafter's chain, or a chain on request."""
     rng = random.Random(f"{forwards} {seed}")
     work, committed = begin(PROMPT), list(PROMPT)
     work.commit((), BranchTask((), 3, 8))
@@ -74,7 +74,7 @@ def test_pushed_branches_equal_the_draws_of_a_fresh_drafter(
                 start, end = end, end + len(entry.chain)
                 place = (*committed, *entry.committed)
                 fresh = continued(begin(place), len(entry.chain))
-                assert fresh.chain == entry.chain and same(fresh.q, ready.q.part(start, end))
+                assert fresh.chain == entry.chain and are_equal(fresh.q, ready.q.part(start, end))
                 entries[entry.committed] = entry.chain
                 checked += 1
         known = sorted(entries, key=lambda outcome: (len(outcome), outcome[-1]))
@@ -91,18 +91,18 @@ def test_pushed_branches_equal_the_draws_of_a_fresh_drafter(
 
 
 def test_branches_do_not_depend_on_the_noise_of_another_drafter() -> None:
-    """Both were asked, the first one's chain is verified, and the second prepares what it had drafted itself.
+    """Two drafters draft; the first one's chain is verified, and the second has a branch for its own first token.
 
-    How many branches there are depends on the chain under verification, so what its tokens were drawn by decides which
-    outcomes are hits. A branch drawn by the same noise would be a choice by its content.
+    The chain under verification affects which outcomes get branches, and so does the noise of its tokens. If a branch
+    were drawn with the same noise, its use would depend on its content.
     """
     tables = np.random.default_rng(6).normal(size=(2, V, V)).astype(np.float32) / 2
     first, second = (MlxDrafter(markov(table)) for table in tables)
     alike = expected = variance = 0.0
     for seed in range(200):
         sampling = replace(SAMPLING, seed=seed, saguaro=1.0)
-        chain = continued(opened(first, sampling), 2).chain
-        work = opened(second, sampling)
+        chain = continued(start_work(first, sampling), 2).chain
+        work = start_work(second, sampling)
         own = continued(work, 2).chain[0]
         work.commit((), BranchTask(chain, 1, 3 * V))
         ready = advanced(work)
@@ -124,7 +124,7 @@ def test_continuation_without_room_is_empty(begin: Callable[[tuple[int, ...]], W
 
 
 def messages_of(drafter: Any, sampling: SamplingParams, kind: type[Message]) -> list[Any]:
-    """What a worker says of this kind when it is told to work ahead, then for the continuation."""
+    """A worker's messages of this class after a COMMIT that requests branches and one that requests a chain."""
     tokens = np.array(PROMPT, np.int32)
     link = FakeLink("draft-0")
     worker = DraftWorker(link, drafter, FAN_OUT_POLICIES["uniform"])
@@ -151,7 +151,7 @@ def test_drafter_that_cannot_draw_sends_no_q(kind: type[Message]) -> None:
 
 
 def test_saguaro_factor_lowers_an_even_share_of_the_branches(drafter: MlxDrafter) -> None:
-    """OPEN says how many."""
+    """OPEN has the number of branches."""
     found = messages_of(drafter, replace(SAMPLING, q_width=V), Drafted)[0]
     row = TABLE[3].astype(np.float64)
     best = np.argsort(-row)[:2]

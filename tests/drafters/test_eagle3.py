@@ -31,22 +31,22 @@ def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V) 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_head_equals_an_independent_forward(tmp_path: Path, layout: str) -> None:
-    """Pairs of two texts in pieces of any length, and behind them those that the head makes itself."""
+    """Logits after pairs of two texts, read in pieces of any length, and the vectors that replace the next features."""
     head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING, OUTPUT)
     assert head.points.layers == TAPS.get(layout, OFFICIAL_TAPS) and head.points.after_norm == (
         layout == "NVIDIA, last row"
     )
     pairs = PairKVCache(head)
-    places = [pairs.open() for _ in range(2)]
-    rows = [RNG.standard_normal((60, head.points.count * H)).astype(np.float32) * 3 for _ in places]
-    tokens = [RNG.integers(0, V, 60) for _ in places]
+    sequences = [pairs.open() for _ in range(2)]
+    rows = [RNG.standard_normal((60, head.points.count * H)).astype(np.float32) * 3 for _ in sequences]
+    tokens = [RNG.integers(0, V, 60) for _ in sequences]
     features = [truth.fuse(r) for r in rows]
     done = [0, 0]
     for counts in ((40, 3), (1, 5), (2, 1)):
         feeds = []
         for n, count in enumerate(counts):
             part = slice(done[n], done[n] + count)
-            feeds.append(PairFeed(places[n], mx.array(tokens[n][part]), head.fuse(mx.array(rows[n][part]))))
+            feeds.append(PairFeed(sequences[n], mx.array(tokens[n][part]), head.fuse(mx.array(rows[n][part]))))
             done[n] += count
         hidden, logits = slots(pairs, feeds, [1] * len(feeds))
         for n in range(2):
@@ -57,28 +57,28 @@ def test_head_equals_an_independent_forward(tmp_path: Path, layout: str) -> None
 
 @pytest.mark.parametrize("layout", PARALLEL)
 def test_masked_pairs_draft_several_tokens_in_one_forward(tmp_path: Path, layout: str) -> None:
-    """In one forward with the true pairs, of one text or two, whatever else is drafted beside them."""
+    """In one forward with the true pairs, for one text or two, each with its own depth."""
     head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING, OUTPUT)
     assert isinstance(head, PEagle) and head.depth == (5 if "speculators" in layout else 8)
     pairs = PairKVCache(head)
-    places = [pairs.open() for _ in range(2)]
-    rows = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in places]
-    tokens, features, done = [RNG.integers(0, V, 60) for _ in places], [truth.fuse(r) for r in rows], [0, 0]
+    sequences = [pairs.open() for _ in range(2)]
+    rows = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in sequences]
+    tokens, features, done = [RNG.integers(0, V, 60) for _ in sequences], [truth.fuse(r) for r in rows], [0, 0]
     masked = truth.fuse(truth.w["mask_hidden"].reshape(1, -1))
     for counts, depths in (((40, 3), (4, 2)), ((1, 5), (1, 5)), ((2, 0), (3, 0)), ((1, 1), (5, 5))):
         feeds, expected = [], []
         for n in (n for n in range(2) if counts[n]):
             part = slice(done[n], done[n] + counts[n])
-            feeds.append(PairFeed(places[n], mx.array(tokens[n][part]), head.fuse(mx.array(rows[n][part]))))
+            feeds.append(PairFeed(sequences[n], mx.array(tokens[n][part]), head.fuse(mx.array(rows[n][part]))))
             done[n] += counts[n]
             more = depths[n] - 1
-            behind = np.concatenate([tokens[n][: done[n]], [MASK] * more]).astype(int)
-            own, _ = truth(behind, np.concatenate([features[n][: done[n]], masked.repeat(more, axis=0)]))
+            with_masks = np.concatenate([tokens[n][: done[n]], [MASK] * more]).astype(int)
+            own, _ = truth(with_masks, np.concatenate([features[n][: done[n]], masked.repeat(more, axis=0)]))
             expected.append(own[-depths[n] :])
         _, logits = slots(pairs, feeds, [depth for depth in depths if depth])
         np.testing.assert_allclose(np.array(logits), np.concatenate(expected), rtol=1e-3, atol=1e-3)
-        for place, length in zip(places, done, strict=True):
-            place.roll_back(length)
+        for sequence, length in zip(sequences, done, strict=True):
+            sequence.roll_back(length)
 
 
 @pytest.mark.parametrize("token", [None, 258])
@@ -145,7 +145,7 @@ def test_a_map_of_the_whole_vocabulary_to_itself_is_not_applied(tmp_path: Path) 
     assert head_of(write(tmp_path, "whole vocabulary, mapped")).vocabulary.ids is None
 
 
-def test_tensors_that_no_forward_needs_are_left_over(tmp_path: Path) -> None:
+def test_tensors_that_no_forward_needs_are_ignored(tmp_path: Path) -> None:
     names = ("verifier_norm.weight", "verifier_lm_head.weight", "midlayer.self_attn.rotary_emb.inv_freq")
     head_of(write(tmp_path, "SafeAI", **{name: np.ones(3, np.float32) for name in names}))
 
@@ -166,8 +166,8 @@ def test_invalid_head_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CannotDraft, match="download the head again"):
         head_of(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    for places in ([], {"weight_map": []}, {"weight_map": {"a": 1}}):
-        index.write_text(json.dumps(places))
+    for content in ([], {"weight_map": []}, {"weight_map": {"a": 1}}):
+        index.write_text(json.dumps(content))
         with pytest.raises(ModelError, match=f"{index} holds list|{index} has a weight_map|download the head again"):
             head_of(tmp_path)
     index.unlink()

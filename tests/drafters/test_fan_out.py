@@ -16,7 +16,7 @@ def points(chain: int, own_gap: float = 1.0) -> list[ForkPoint | None]:
 
 
 def calibrated(acceptance: float, rank: int, rounds: int = 600, chain: int = 4) -> Calibration:
-    """A calibration that has seen rounds with this acceptance, the bonus always standing at `rank`."""
+    """A calibration that has seen rounds with this acceptance, in which the bonus token always has this rank."""
     calibration = Calibration()
     for index in range(rounds):
         accepted = 0
@@ -73,7 +73,7 @@ def test_calibration_finds_the_acceptance(rate: float) -> None:
 
 
 def test_tokens_that_are_never_verified_are_still_judged() -> None:
-    """After a chain that was cut short comes the target's own token, which shows whether the next would have held."""
+    """The target's own token after a truncated chain shows whether the chain's next token would have been accepted."""
     unsure, end = ForkPoint(0.3, (0.0, 0.3)), ForkPoint(None, (0.0, 0.3))
     calibration = Calibration()
     for _ in range(300):
@@ -85,7 +85,7 @@ def test_tokens_that_are_never_verified_are_still_judged() -> None:
 
 
 def test_copied_tokens_are_judged_apart_from_the_drafter_s_own() -> None:
-    """A chain's token that is not the drafter's best came from elsewhere: that it holds says nothing of close calls."""
+    """A chain's token that is not the drafter's best is a copy; its acceptance tells nothing about near ties."""
     calibration, before = Calibration(), Calibration().acceptance(0, 0.1)
     for _ in range(300):
         calibration.learn([ForkPoint(-2.0, (0.0, 1.0)), ForkPoint(None, (0.0, 0.1))], 1, 1, None)

@@ -16,7 +16,7 @@ from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft
 from tests.drafters import nextn_heads
-from tests.drafters.mtp_heads import NAMES, H, by_numpy, model_of, weights_of, write, written
+from tests.drafters.mtp_heads import NAMES, H, by_numpy, model_of, weights_of, write, write_head
 from tests.drafters.pair_feeds import PairFeed, slots
 
 
@@ -31,7 +31,7 @@ def target(tiny_model: Callable[..., Path]) -> Callable[[str], LoadedModel]:
 @pytest.mark.parametrize("family", NAMES)
 def test_head_equals_an_independent_forward(target: Callable[[str], LoadedModel], tmp_path: Path, family: str) -> None:
     model, draws = target(family), np.random.default_rng(1)
-    head = read_head(written(tmp_path, family), model)
+    head = read_head(write_head(tmp_path, family), model)
     assert head.points == HiddenStatePoints(after_norm=True)
     rows, tokens = draws.standard_normal((30, H)).astype(np.float32), draws.integers(0, 250, 30)
     logits, next_features = by_numpy(family, model, tokens, rows)
@@ -56,10 +56,10 @@ def test_head_equals_an_independent_forward(target: Callable[[str], LoadedModel]
 def test_norms_that_a_conversion_stored_whole_are_read_as_they_are(
     target: Callable[[str], LoadedModel], tmp_path: Path, family: str
 ) -> None:
-    """Qwen's are differences from 1; conversions to MLX that keep the head add it."""
+    """Qwen stores them as differences from 1; conversions to MLX that keep the head add the 1."""
     model, own = target(family), weights_of(family)
     whole = {key: value + 1 for key, value in own.items() if value.ndim == 1}
-    heads = [read_head(written(tmp_path, family, **other), model) for other in ({}, whole)]
+    heads = [read_head(write_head(tmp_path, family, **other), model) for other in ({}, whole)]
     norms = [[head.norm.weight, head.norm_hidden.weight, head.layers[0].self_attn.q_norm.weight] for head in heads]
     for one, other in zip(*norms, strict=True):
         np.testing.assert_allclose(np.array(one), np.array(other), rtol=1e-6)
@@ -74,7 +74,7 @@ def nextn(tiny_model: Callable[..., Path]) -> Callable[[str], LoadedModel]:
 def test_nextn_layer_equals_an_independent_forward(
     nextn: Callable[[str], LoadedModel], tmp_path: Path, family: str
 ) -> None:
-    """DeepSeek's and GLM's, whose latent attention takes one text after the other; rows after the norm, theirs too."""
+    """DeepSeek's and GLM's heads. Latent attention computes one text at a time; the head returns normed vectors."""
     model, draws = nextn(family), np.random.default_rng(1)
     head = read_head(write(tmp_path, nextn_heads.weights_of(family, model)), model)
     assert head.points == HiddenStatePoints(after_norm=True) and head.together == (family == "glm4_moe")
@@ -133,7 +133,7 @@ def test_unusable_head_is_refused_with_a_reason(target: Callable[[str], LoadedMo
         ({"mtp.fc.scales": np.ones(3)}, "is quantised"),
     ):
         with pytest.raises(CannotDraft, match=sentence):
-            read_head(written(tmp_path, "qwen3_5", **other), model)
+            read_head(write_head(tmp_path, "qwen3_5", **other), model)
     with pytest.raises(CannotDraft, match="use it without shards, or use eagle3"):
         load_head("mtp", str(tmp_path), model, lambda stage: None, unsharded=False)
     with pytest.raises(CannotDraft, match="MTP heads of qwen2 models are not supported"):

@@ -1,4 +1,4 @@
-"""A head in the draft worker prepares the same by ONNX Runtime as by MLX, for many texts in one forward."""
+"""A head in the draft worker prepares the same branches by ONNX Runtime as by MLX, for several texts in one forward."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 
 LONG = 260  # pairs, which ONNX Runtime reads in pieces
 LENGTHS = (20, 7, LONG + 30)
-Made = Callable[[LoadedModel], PairHead]
+MakeHead = Callable[[LoadedModel], PairHead]
 Prepared = list[dict[tuple[int, ...], tuple[int, ...]]]
 
 
-class PlayedRequests:
-    """Requests whose target says what is prepared, or what nobody drafted, and tells rows drawn by their position."""
+class SimulatedRequests:
+    """Requests with a simulated target: most outcomes are prepared ones, and a position always has the same row."""
 
     def __init__(self, head: PairHead, target: LoadedModel, cpu: OrtForward | None, temp: float) -> None:
         draws = np.random.default_rng(1)
         drafter = make_for_draft_worker(head, "mtp", target.vocab_size, cpu=cpu)
         self.together, self.texts = DraftBatcher(), [draws.integers(0, 200, n).tolist() for n in LENGTHS]
-        self.heard = [0] * len(LENGTHS)
+        self.sent = [0] * len(LENGTHS)
         raw = draws.standard_normal((max(LENGTHS) + 60, head.points.count * H))
         self.rows = np.array(head.fuse(mx.array(raw, mx.float32)))
         self.works = [
@@ -64,29 +64,29 @@ class PlayedRequests:
         ]
 
     def rounds(self, count: int) -> list[Prepared]:
-        """What is prepared in each: first of continuations, then of what follows the first branches."""
-        self.tell(range(len(self.works)))
+        """The branches of each round: first after continuations, then after outcomes that mostly have a branch."""
+        self.add_features(range(len(self.works)))
         found = []
         for work, continuation in zip(self.works, continuations(self.works, [3, 2, 4]), strict=True):
             assert isinstance(continuation, Continuation) and continuation.chain
             work.commit((), BranchTask(continuation.chain, 3, 6))
         for turn in range(count):
-            found.append(self._grown())
+            found.append(self._branches())
             for number, (work, branches) in enumerate(zip(self.works, found[-1], strict=True)):
                 outcome = list(branches)[turn % len(branches)]
-                new = outcome if (number + turn) % 4 else (7, 9)  # what nobody drafted
+                new = outcome if (number + turn) % 4 else (7, 9)  # an outcome without a branch
                 work.commit(new, BranchTask(branches[outcome] if new == outcome else (4,), 3, 6))
                 self.texts[number] += new
-            self.tell(number for number in range(len(self.works)) if (number + turn) % 3)  # of some late
+            self.add_features(number for number in range(len(self.works)) if (number + turn) % 3)  # others get it late
         return found
 
-    def tell(self, whose: Any) -> None:
-        for number in whose:
-            at, end = self.heard[number], len(self.texts[number]) - 1
+    def add_features(self, numbers: Any) -> None:
+        for number in numbers:
+            at, end = self.sent[number], len(self.texts[number]) - 1
             self.works[number].tree.add_features(at, self.rows[at:end])
-            self.heard[number] = end
+            self.sent[number] = end
 
-    def _grown(self) -> Prepared:
+    def _branches(self) -> Prepared:
         found: Prepared = [{} for _ in self.works]
         while busy := [n for n, work in enumerate(self.works) if work.has_work]:
             for number, ready in zip(busy, self.together.advance([self.works[n] for n in busy]), strict=True):
@@ -96,22 +96,22 @@ class PlayedRequests:
 
 
 @pytest.mark.parametrize(
-    ("made", "temp"), [(mtp_head, 0.8), (random_head, 0.0), (token_head, 0.8), (parallel_token_head, 0.8)]
+    ("make_head", "temp"), [(mtp_head, 0.8), (random_head, 0.0), (token_head, 0.8), (parallel_token_head, 0.8)]
 )
 def test_branches_by_onnx_runtime_equal_those_by_mlx(
-    target: LoadedModel, fed: list[int], made: Made, temp: float
+    target: LoadedModel, fed: list[int], make_head: MakeHead, temp: float
 ) -> None:
-    """Hits, misses, rows that come late, a text that is read in pieces."""
-    head = made(target)
-    by_ort = PlayedRequests(head, target, unrounded(head, target), temp)
+    """Through hits, misses and late rows, and with a text that is read in pieces."""
+    head = make_head(target)
+    by_ort = SimulatedRequests(head, target, unrounded(head, target), temp)
     prepared = by_ort.rounds(8)
     assert max(fed) >= 6 * len(LENGTHS)
     assert any(isinstance(work.tree, PairTree) and work.tree._layout.prefix > LONG for work in by_ort.works)
     fed.clear()
-    by_mlx = PlayedRequests(head, target, None, temp)
+    by_mlx = SimulatedRequests(head, target, None, temp)
     assert prepared == by_mlx.rounds(8) and not fed
     assert all(len(branches) == 6 for branches in prepared[0])
-    columns = [[column_tokens(work.tree) for work in played.works] for played in (by_ort, by_mlx)]
+    columns = [[column_tokens(work.tree) for work in requests.works] for requests in (by_ort, by_mlx)]
     assert columns[0] == columns[1]
 
 

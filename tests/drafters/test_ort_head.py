@@ -1,4 +1,4 @@
-"""Heads by ONNX Runtime draft what they draft by MLX; other heads, and wrong graphs, are left to MLX."""
+"""Heads draft the same tokens by ONNX Runtime as by MLX; unsupported heads and wrong graphs are left to MLX."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def chains(head: Head, target: LoadedModel, cpu: OrtForward | None, temp: float)
     draws = np.random.default_rng(1)
     own = HeadDrafter(head, target.vocab_size, cpu=cpu)
     texts = [draws.integers(0, 200, length).tolist() for length in LENGTHS]
-    followers = [own.open_draft(SamplingParams(temp=temp, seed=seed)) for seed in range(len(texts))]
-    found, heard = list[tuple[int, ...]](), [0] * len(texts)
+    drafts = [own.open_draft(SamplingParams(temp=temp, seed=seed)) for seed in range(len(texts))]
+    found, sent = list[tuple[int, ...]](), [0] * len(texts)
     for _ in range(4):
-        for number, (text, follower) in enumerate(zip(texts, followers, strict=True)):
-            rows = draws.standard_normal((len(text) - 1 - heard[number], head.points.count * H))
-            follower.add_features(heard[number], head.fuse(mx.array(rows, mx.float32)))
-            heard[number] = len(text) - 1
-        lines = [follower.set_text(text) for follower, text in zip(followers, texts, strict=True)]
-        found += [one.chain for one in continuations(lines, [4, 2, 3])]
+        for number, (text, draft) in enumerate(zip(texts, drafts, strict=True)):
+            rows = draws.standard_normal((len(text) - 1 - sent[number], head.points.count * H))
+            draft.add_features(sent[number], head.fuse(mx.array(rows, mx.float32)))
+            sent[number] = len(text) - 1
+        updated = [draft.set_text(text) for draft, text in zip(drafts, texts, strict=True)]
+        found += [one.chain for one in continuations(updated, [4, 2, 3])]
         texts = [[*text, number] for number, text in enumerate(texts)]
     return found
 
@@ -135,10 +135,10 @@ def test_graph_with_wrong_logits_is_rejected_at_load(
 def test_many_pairs_are_read_in_pieces(target: LoadedModel, fed: list[int]) -> None:
     head = mtp_head(target)
     own = HeadDrafter(head, target.vocab_size, cpu=make_ort_forward(head, target))
-    follower, text = own.open_draft(SamplingParams()), [5] * (LONG + 1)
-    follower.add_features(0, mx.ones((LONG, H)))
+    draft, text = own.open_draft(SamplingParams()), [5] * (LONG + 1)
+    draft.add_features(0, mx.ones((LONG, H)))
     fed.clear()
-    continuations([follower.set_text(text)], [3])
+    continuations([draft.set_text(text)], [3])
     assert sum(fed) == LONG + 2 and max(fed) < LONG and fed[-2:] == [1, 1]
 
 
@@ -147,9 +147,9 @@ def test_loaded_heads_use_onnx_runtime_and_keep_no_second_copy_of_its_weights(
 ) -> None:
     own = load_head("eagle3", str(write_feature_head(tmp_path / "head", target)), target, lambda stage: None)
     assert fed and own.head.weight_bytes < own.weight_bytes / 2
-    follower = own.open_draft(SamplingParams())
-    follower.add_features(0, own.head.fuse(mx.ones((3, own.head.points.count * H))))
-    assert len(continuations([follower.set_text([5, 6, 7, 8])], [3])[0].chain) == 3
+    draft = own.open_draft(SamplingParams())
+    draft.add_features(0, own.head.fuse(mx.ones((3, own.head.points.count * H))))
+    assert len(continuations([draft.set_text([5, 6, 7, 8])], [3])[0].chain) == 3
 
 
 def test_head_of_a_multimodal_targets_text_model_uses_onnx_runtime_too(target: LoadedModel) -> None:

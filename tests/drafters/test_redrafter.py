@@ -39,7 +39,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def weights_of(layout: str) -> dict[str, Array]:
-    """As a checkpoint has them."""
+    """Random weights, as a checkpoint has them."""
     config, draws = LAYOUTS[layout], np.random.default_rng(3)
     width, blocks = config["exit_dim"], config["num_draft_layers"]
 
@@ -59,8 +59,8 @@ def weights_of(layout: str) -> dict[str, Array]:
     return found
 
 
-def written(folder: Path, layout: str, config: dict[str, Any] | None = None, **other: Any) -> Path:
-    """A checkpoint; `other` weights in place of its own, None for one that is missing."""
+def write_checkpoint(folder: Path, layout: str, config: dict[str, Any] | None = None, **other: Any) -> Path:
+    """Writes a checkpoint. `other` weights replace its own; those that are None are left out."""
     sizes = {"model_type": "recurrent_drafting_drafter", "hidden_size": H, "vocab_size": V}
     (folder / "config.json").write_text(json.dumps({**sizes, **LAYOUTS[layout], **(config or {})}))
     weights = {**weights_of(layout), **other}
@@ -70,7 +70,7 @@ def written(folder: Path, layout: str, config: dict[str, Any] | None = None, **o
 
 
 def by_numpy(layout: str, table: Array, row: Array, tokens: Array) -> Array:
-    """Logits behind each of a chain's tokens, the first of which is committed: [T, V]."""
+    """Logits after each token of a chain, of which the first is committed: [T, V]."""
     config, w, state, found = LAYOUTS[layout], weights_of(layout), np.zeros(H), []
     for token in tokens:
         moved = table[token] @ w["rnn_w.weight"].T + w["rnn_u.weight"] @ state + w["rnn_u.bias"] if config["rnn"] else 0
@@ -89,16 +89,16 @@ def _silu(x: Any) -> Any:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_head_equals_an_independent_forward(target: LoadedModel, tmp_path: Path, layout: str) -> None:
-    """Two chains in company, token after token; what it does not know scores nothing."""
-    head, draws = read(written(tmp_path, layout), target), np.random.default_rng(1)
+    """For two chains in one forward, token by token; tokens outside its vocabulary get -inf."""
+    head, draws = read(write_checkpoint(tmp_path, layout), target), np.random.default_rng(1)
     assert head.points == HiddenStatePoints(after_norm=True) and head.reach == 1 and head.bytes_per_pair == 0
     table = np.array(target.model.model.embed_tokens(mx.arange(258)))
     rows, tokens = draws.standard_normal((2, H)).astype(np.float32), draws.integers(0, V, (2, 5))
     truth = [by_numpy(layout, table, row, chain) for row, chain in zip(rows, tokens, strict=True)]
     pairs, features = PairKVCache(head), head.fuse(mx.array(rows))
-    places = [pairs.open() for _ in rows]
+    sequences = [pairs.open() for _ in rows]
     for depth in range(5):
-        feeds = [PairFeed(places[n], mx.array(tokens[n, depth : depth + 1]), features[n : n + 1]) for n in range(2)]
+        feeds = [PairFeed(sequences[n], mx.array(tokens[n, depth : depth + 1]), features[n : n + 1]) for n in range(2)]
         hidden, slot_logits = slots(pairs, feeds, [1, 1])
         features, logits = hidden, np.array(slot_logits)
         assert logits.shape == (2, 258) and np.isneginf(logits[:, V:]).all()
@@ -123,11 +123,11 @@ def test_unusable_head_is_refused_with_a_reason(
     target: LoadedModel, tmp_path: Path, config: dict[str, Any], other: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(CannotDraft, match=sentence):
-        read(written(tmp_path, "rnn", config, **other), target)
+        read(write_checkpoint(tmp_path, "rnn", config, **other), target)
 
 
 def test_saved_weights_can_be_read_again(target: LoadedModel, tmp_path: Path) -> None:
-    head: Redrafter = read(written(tmp_path, "no rnn"), target)
+    head: Redrafter = read(write_checkpoint(tmp_path, "no rnn"), target)
     head.save_weights(str(tmp_path / "model.safetensors"))
     again = read(tmp_path, target)
     x = mx.ones((1, 2 * H))

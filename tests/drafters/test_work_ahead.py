@@ -32,8 +32,8 @@ def work_ahead(tokens: tuple[int, ...] = PROMPT, eos: tuple[int, ...] = (), cont
 def finish(work: WorkAhead) -> list[ReadyBranches]:
     ready = []
     while work.has_work:
-        told = advanced(work)
-        ready += [told] if told is not None else []
+        pushed = advanced(work)
+        ready += [pushed] if pushed is not None else []
     return ready
 
 
@@ -55,7 +55,7 @@ def test_branches_grow_to_full_depth_for_distinct_outcomes(chain_length: int) ->
 def test_drafter_that_knows_only_its_best_tokens_prepares_those(
     policy: str, min_prob: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `TokenTree.candidates` allows: of n-grams for example nothing ranks second."""
+    """`TokenTree.candidates` may return fewer than requested: n-grams, for example, have no second best token."""
     ranked = ReplayTree.candidates
     monkeypatch.setattr(ReplayTree, "candidates", lambda *given: [found[:1] for found in ranked(*given)])
     tree = ReplayDrafter(SCRIPT).open(PROMPT, SamplingParams())
@@ -67,7 +67,7 @@ def test_drafter_that_knows_only_its_best_tokens_prepares_those(
 
 
 def test_each_token_of_a_branch_comes_with_the_probability_that_it_is_accepted() -> None:
-    """The surer the drafter, the likelier; a chain on request says the same as a branch."""
+    """A chain on request has the same probabilities as a branch."""
     work = work_ahead()
     work.commit((), BranchTask((), 3, 6))
     entries = [entry for ready in finish(work) for entry in ready.entries]
@@ -82,7 +82,7 @@ def test_each_token_of_a_branch_comes_with_the_probability_that_it_is_accepted()
 def test_chains_on_request_show_how_likely_their_tokens_are(
     is_right: bool, least: float, most: float, min_prob: float
 ) -> None:
-    """In SD no branches grow that would show it."""
+    """In SD there are no branches from which to learn it."""
     work, task = work_ahead(), BranchTask(None, 1, min_prob=min_prob)
     for _ in range(40):
         work.commit((), task)
@@ -94,7 +94,7 @@ def test_chains_on_request_show_how_likely_their_tokens_are(
 
 @pytest.mark.parametrize("min_prob", [1.0, 0.01])
 def test_a_token_that_was_left_out_of_the_verify_counts_by_the_targets_own(min_prob: float) -> None:
-    """The orchestrator verifies no unlikely tokens, so they would seem to be rejected always."""
+    """The orchestrator does not verify unlikely tokens; otherwise they would seem to be always rejected."""
     calibration = Calibration()
     tree = ReplayDrafter(SCRIPT).open(PROMPT, SamplingParams())
     work = WorkAhead(tree, (), FAN_OUT_POLICIES["uniform"], calibration)
@@ -130,7 +130,7 @@ def test_forwards_of_costly_rows_grow_the_likeliest_branches_first(monkeypatch: 
 
 
 def test_branches_are_prepared_for_a_drafted_tree_before_any_outcome() -> None:
-    """The commit that begins its verify has no tokens, which would tell how good the alternatives were."""
+    """The commit that begins its verify has no tokens from which to learn how good the alternatives were."""
     work = work_ahead()
     work.commit((), BranchTask(None, 3, min_prob=0.05))
     chain = continued(work, 3).chain[:3]
@@ -212,8 +212,7 @@ def test_drafters_that_divide_outcomes_prepare_those_of_a_single_one(policy: str
 
 
 def test_work_space_of_a_text_whose_drafts_are_all_right_stays_small(tiny_model: Callable[..., Path]) -> None:
-    """No column is wasted there, so only the text's length tells when to gather them; what they see grows with its
-    square."""
+    """No column is wasted, so only the length of the text can trigger a gather. Masks grow with the square of it."""
     work = start_drafting(
         MlxDrafter.load(str(tiny_model("llama")), lambda _: None), [5, 6, 7], SamplingParams(max_tokens=900), (),
         FAN_OUT_POLICIES["uniform"], Calibration(),

@@ -1,4 +1,4 @@
-"""Block heads for the target of `heads`: one that predicts the next token from the target's row, and random ones."""
+"""Block heads, such as DFlash, for the target of `heads`: random ones, and some constructed to predict its text."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ CONFIG: dict[str, Any] = {
 
 
 def block_head(target: LoadedModel, **config: Any) -> DFlash:
-    """What it drafts at random: plain."""
-    return _built(_random(0), target, **config)
+    """A random DFlash head."""
+    return _build(_random(0), target, **config)
 
 
 def linked_head(target: LoadedModel) -> DFlash:
-    """The same with a Markov head that remembers the chain; the last token's own row drafts the first."""
+    """A random DSpark head, whose Markov head is an RNN over the chain. The last token's own row drafts the first."""
     draws = np.random.default_rng(1)
     sizes = {"markov_w1.weight": (VOCAB_SIZE, RANK), "markov_w2.weight": (VOCAB_SIZE, RANK)}
     sizes |= {"joint_proj.weight": (3 * RANK, 2 * RANK + H), "joint_proj.bias": (3 * RANK,)}
     weights = _random(1) | {f"markov_head.{key}": draws.standard_normal(shape) for key, shape in sizes.items()}
-    return _built(weights, target, architectures=["Qwen3DSparkModel"], markov_rank=RANK, markov_head_type="rnn")
+    return _build(weights, target, architectures=["Qwen3DSparkModel"], markov_rank=RANK, markov_head_type="rnn")
 
 
 def gated_head(target: LoadedModel) -> DFlash:
-    """Plain, with a Markov head that each slot's vector opens."""
+    """A random head with a gated Markov head."""
     draws = np.random.default_rng(4)
     sizes = {"markov_w1.weight": (VOCAB_SIZE, RANK), "markov_w2.weight": (VOCAB_SIZE, RANK)}
     sizes |= {"gate_proj.weight": (RANK, RANK + H), "gate_proj.bias": (RANK,)}
     weights = _random(4) | {f"markov_head.{key}": draws.standard_normal(shape) for key, shape in sizes.items()}
-    return _built(weights, target, projector_type="dspark", markov_rank=RANK, markov_head_type="gated", block_size=9)
+    return _build(weights, target, projector_type="dspark", markov_rank=RANK, markov_head_type="gated", block_size=9)
 
 
 def convolving_head(target: LoadedModel) -> DFlash:
-    """The same as DFlash2, within a window."""
+    """A random DFlash 2 head, with convolutions and a sliding window."""
     draws, weights = np.random.default_rng(2), _random(2)
     for part in ("attention_conv", "mlp_conv"):
         weights[f"layers.0.{part}.base_kernel"] = draws.standard_normal((2, 2, H))
@@ -67,14 +67,14 @@ def convolving_head(target: LoadedModel) -> DFlash:
         weights[f"candidate_selector.{part}_codebook"] = draws.standard_normal((VOCAB_SIZE, RANK))
     weights["candidate_selector.hidden_projection.weight"] = 0.1 * draws.standard_normal((RANK, H))
     own = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": RANK, "is_causal": False}
-    return _built(weights, target, **own, layer_types=["sliding_attention"], sliding_window=8)
+    return _build(weights, target, **own, layer_types=["sliding_attention"], sliding_window=8)
 
 
 def block_feature_head(target: LoadedModel, **config: Any) -> DFlash:
-    """The token after the last one by the target's row before it alone, which the last token's own row sees.
+    """Predicts the token after the last one from the target's row before it alone.
 
-    It attends to all within its window alike, the last feature and the block's beginning; of these the feature is much
-    the largest. The layer's MLP looks up which token that was.
+    The last token's own row attends equally to all within its window: the last feature and the block's beginning. The
+    feature is by far the larger of these, and the layer's MLP looks up its token.
     """
     logits = np.array(target.model(mx.arange(VOCAB_SIZE)[:, None])[:, 0])
     table = np.array(target.model.model.embed_tokens(mx.arange(VOCAB_SIZE)))
@@ -87,19 +87,19 @@ def block_feature_head(target: LoadedModel, **config: Any) -> DFlash:
     weights |= {f"layers.0.mlp.{key}_proj.weight": known for key in ("gate", "up")}
     weights["layers.0.mlp.down_proj.weight"] = 1e6 * known[logits.argmax(axis=-1)].T
     weights["norm.weight"] = np.array(target.model.model.norm.weight)
-    sees = {"layer_types": ["sliding_attention"], "sliding_window": 2, "intermediate_size": VOCAB_SIZE}
-    return _built(weights, target, **{**sees, "sample_from_anchor": True, **config})
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 2, "intermediate_size": VOCAB_SIZE}
+    return _build(weights, target, **{**window, "sample_from_anchor": True, **config})
 
 
 def block_token_head(target: LoadedModel) -> DFlash:
-    """The token after any that it is told, by that token alone, as the target does; what masks say is nothing."""
+    """Predicts the token after each given one from that token alone, as the target does. Masks predict nothing."""
     weights = {key: np.zeros(shape) + (len(shape) == 1) for key, shape in _shapes(32).items()}
     weights["norm.weight"] = np.array(target.model.model.norm.weight)
-    return _built(weights, target, block_size=9, sample_from_anchor=True)
+    return _build(weights, target, block_size=9, sample_from_anchor=True)
 
 
 def parallel_head(target: LoadedModel) -> Eagle3:
-    """A random P-EAGLE."""
+    """A random P-EAGLE head."""
     draws = np.random.default_rng(3)
     config = {**CONFIG, "architectures": ["PEagleDraftModel"], "vocab_size": VOCAB_SIZE, "num_depths": BLOCK}
     config |= {"intermediate_size": 32, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
@@ -128,7 +128,7 @@ def _random(seed: int) -> dict[str, Array]:
 
 
 def write_block_head(folder: Path, **config: Any) -> Path:
-    """The plain one as a checkpoint."""
+    """Writes `block_head` as a checkpoint."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"intermediate_size": 32, **CONFIG, **config}))
     arrays = {key: mx.array(value.astype(np.float32)) for key, value in _random(0).items()}
@@ -136,6 +136,6 @@ def write_block_head(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def _built(weights: dict[str, Array], target: LoadedModel, **config: Any) -> DFlash:
+def _build(weights: dict[str, Array], target: LoadedModel, **config: Any) -> DFlash:
     arrays = {key: mx.array(value.astype(np.float32)) for key, value in weights.items()}
     return build({"intermediate_size": 32, **CONFIG, **config}, arrays, HeadTarget.of(target))

@@ -51,7 +51,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def markov_llama(folder: Path, scale: float = 3.0, blur: float = 0.0) -> LoadedModel:
-    """A Llama in whose layers nothing is added, and whose output layer is wrong by `blur`."""
+    """A Llama whose layers add nothing to the embeddings; `blur` scales the noise in its output layer."""
     path = write_model(folder, "llama", 5, scale=scale, num_hidden_layers=LAYERS, tie_word_embeddings=False)
     weights = mx.load(str(path / "model.safetensors"))
     assert isinstance(weights, dict)
@@ -65,20 +65,20 @@ def markov_llama(folder: Path, scale: float = 3.0, blur: float = 0.0) -> LoadedM
 
 
 def token_head(target: LoadedModel) -> Eagle3:
-    """Attention of each pair to itself, by the token's embedding, and the target's own last layers."""
+    """Each pair attends to itself by its token's embedding; the norm and the output layer are the target's."""
     ids = _known_ids()
-    weights = _nothing()
+    weights = _zero_weights()
     same = np.concatenate([np.eye(H), np.zeros((H, H))], axis=1)
     for key, value in (("q", 6 * same), ("k", 6 * same), ("v", same), ("o", np.eye(H))):
         weights[f"midlayer.self_attn.{key}_proj.weight"] = value
     weights["norm.weight"] = np.array(target.model.model.norm.weight)
     weights["lm_head.weight"] = np.array(target.model.lm_head(mx.eye(H))).T[ids]
-    weights["midlayer.hidden_norm.weight"] = np.zeros(H)  # of a normed feature nothing is left, in the residual either
-    return _built(weights, target, ids, norm_before_residual=True)
+    weights["midlayer.hidden_norm.weight"] = np.zeros(H)  # removes the features, from the residual, too
+    return _build(weights, target, ids, norm_before_residual=True)
 
 
 def blurred_head(target: LoadedModel, by: float = 0.05) -> Eagle3:
-    """`token_head` with an output layer that is a little wrong."""
+    """`token_head` with some noise in its output layer."""
     head = token_head(target)
     layer = head.lm_head
     layer.weight = layer.weight + by * mx.random.normal(layer.weight.shape, key=mx.random.key(3))
@@ -86,28 +86,28 @@ def blurred_head(target: LoadedModel, by: float = 0.05) -> Eagle3:
 
 
 def feature_head(target: LoadedModel) -> Eagle3:
-    """The most likely token after the most likely one, by the target's row alone."""
-    return _built(_feature_weights(target), target, np.arange(KNOWN))
+    """Predicts the likeliest token after the target's likeliest one, from the target's row alone."""
+    return _build(_feature_weights(target), target, np.arange(KNOWN))
 
 
 def parallel_token_head(target: LoadedModel) -> Eagle3:
-    """`token_head` as a P-EAGLE: what it drafts follows from the token before, whatever the feature."""
+    """`token_head` as a P-EAGLE head: it predicts each token from the one before, whatever the feature."""
     head = token_head(target)
     weights = {key: np.array(value) for key, value in tree_flatten(head.parameters())}
-    return _built(weights | _MASK_HIDDEN, target, _known_ids(), **_PARALLEL, norm_before_residual=True)
+    return _build(weights | _MASK_HIDDEN, target, _known_ids(), **_PARALLEL, norm_before_residual=True)
 
 
 def parallel_feature_head(target: LoadedModel, missing: int | None = None) -> Eagle3:
-    """`feature_head` as a P-EAGLE. A missing feature is a `missing` token's row, or nothing."""
+    """`feature_head` as a P-EAGLE head. In place of a missing feature it has the row of token `missing`, or zeros."""
     hidden = np.zeros((1, 1, 3 * H))
     if missing is not None:
         hidden[0, 0, 2 * H :] = _embedding(target)[missing]
     weights = _feature_weights(target) | {"mask_hidden": hidden}
-    return _built(weights, target, np.arange(KNOWN), **_PARALLEL)
+    return _build(weights, target, np.arange(KNOWN), **_PARALLEL)
 
 
 def _feature_weights(target: LoadedModel) -> dict[str, Array]:
-    weights = _nothing()
+    weights = _zero_weights()
     weights["fc.weight"] = np.concatenate([np.zeros((H, 2 * H)), np.eye(H)], axis=1)
     logits = np.array(target.model(mx.arange(VOCAB_SIZE)[:, None])[:, 0])
     after = logits.argmax(axis=-1)[logits.argmax(axis=-1)]
@@ -120,7 +120,7 @@ def _feature_weights(target: LoadedModel) -> dict[str, Array]:
 
 
 def write_feature_head(folder: Path, target: LoadedModel) -> Path:
-    """The same, as a checkpoint."""
+    """Writes `feature_head` as a checkpoint."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     mx.save_safetensors(str(folder / "model.safetensors"), _arrays(_feature_weights(target), np.arange(KNOWN)))
@@ -129,17 +129,17 @@ def write_feature_head(folder: Path, target: LoadedModel) -> Path:
 
 def random_head(target: LoadedModel, seed: int = 0, **config: Any) -> Eagle3:
     draws = np.random.default_rng(seed)
-    weights = {key: value + draws.standard_normal(value.shape) * 0.3 for key, value in _nothing().items()}
-    return _built(weights, target, _known_ids(), **config)
+    weights = {key: value + draws.standard_normal(value.shape) * 0.3 for key, value in _zero_weights().items()}
+    return _build(weights, target, _known_ids(), **config)
 
 
 def normed_head(target: LoadedModel) -> Eagle3:
-    """A random one whose vectors are normed before they replace features."""
+    """A random head whose output is normalised before it replaces features."""
     return random_head(target, norm_output=True)
 
 
 def last_row_head(target: LoadedModel) -> Eagle3:
-    """A random one of the target's last row, with the target's output layer."""
+    """A random head that reads the target's last hidden state only and uses its output layer."""
     weights = {key: mx.array(np.array(value)) for key, value in tree_flatten(random_head(target).parameters())}
     own = {key: value for key, value in weights.items() if key not in ("fc.weight", "lm_head.weight")}
     config = {**_CONFIG, "draft_vocab_size": VOCAB_SIZE, "eagle_config": {"use_aux_hidden_state": False}}
@@ -147,12 +147,12 @@ def last_row_head(target: LoadedModel) -> Eagle3:
 
 
 def windowed_head(target: LoadedModel) -> Eagle3:
-    """A random one that sees nine pairs."""
+    """A random head with a window of nine pairs."""
     return random_head(target, layer_types=["sliding_attention"], sliding_window=9)
 
 
 def mtp_head(target: LoadedModel) -> Mtp:
-    """A random one of the target's kind."""
+    """A random MTP head, with a layer like the target's."""
     mx.random.seed(4)
     block = llama.TransformerBlock(target.model.args)
     head = Mtp(H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024))
@@ -161,13 +161,13 @@ def mtp_head(target: LoadedModel) -> Mtp:
 
 
 def recurrent_head(target: LoadedModel) -> Redrafter:
-    """A ReDrafter that knows the token after the bonus by the target's row; its state is random and says little."""
+    """A ReDrafter that predicts the token after the bonus from the target's row. Its random state has little weight."""
     config, arrays = _recurrent(target)
     return redrafter.build(config, arrays, HeadTarget.of(target))
 
 
 def write_recurrent_head(folder: Path, target: LoadedModel) -> Path:
-    """The same, as a checkpoint."""
+    """Writes `recurrent_head` as a checkpoint."""
     config, arrays = _recurrent(target)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -190,7 +190,7 @@ def _recurrent(target: LoadedModel) -> tuple[dict[str, Any], dict[str, mx.array]
 
 
 def latent_head(target: LoadedModel) -> Mtp:
-    """A random one of DeepSeek's kind, whose attention takes one text after the other."""
+    """A random MTP head like DeepSeek's, whose attention computes one text after the other."""
     mx.random.seed(6)
     sizes = {key: value for key, value in nextn_heads.MODELS["deepseek_v3"].items() if key != "tie_word_embeddings"}
     args = deepseek_v3.ModelArgs.from_dict({**sizes, "hidden_size": H, "num_attention_heads": 4})
@@ -201,7 +201,7 @@ def latent_head(target: LoadedModel) -> Mtp:
 
 
 def drafter(head: Head, target: LoadedModel) -> HeadDrafter:
-    """With ONNX Runtime's forwards if there are any, unrounded."""
+    """A drafter with this head; ONNX Runtime computes it, without rounding, if it can."""
     try:
         cpu = unrounded(head, target)
     except ModelError:
@@ -216,7 +216,7 @@ def unrounded(head: Head, target: LoadedModel) -> OrtForward:
 
 
 def _known_ids() -> Array:
-    """The target's names of the head's tokens: in the middle some are missing."""
+    """The target's ids of the tokens that the head knows; some are missing."""
     return np.sort(np.random.default_rng(1).permutation(VOCAB_SIZE)[:KNOWN])
 
 
@@ -224,8 +224,8 @@ def _embedding(target: LoadedModel) -> Array:
     return np.array(target.model.model.embed_tokens(mx.arange(VOCAB_SIZE)))
 
 
-def _nothing() -> dict[str, Array]:
-    """A head that adds nothing to anything."""
+def _zero_weights() -> dict[str, Array]:
+    """Weights of a head whose layers all add zeros."""
     weights = {
         "fc.weight": np.zeros((H, 3 * H)),
         "norm.weight": np.ones(H),
@@ -240,7 +240,7 @@ def _nothing() -> dict[str, Array]:
     return weights | {f"midlayer.{name}.weight": np.ones(H) for name in names}
 
 
-def _built(weights: dict[str, Array], target: LoadedModel, ids: Array, **config: Any) -> Eagle3:
+def _build(weights: dict[str, Array], target: LoadedModel, ids: Array, **config: Any) -> Eagle3:
     return build({**_CONFIG, **config}, _arrays(weights, ids), HeadTarget.of(target))
 
 

@@ -1,4 +1,4 @@
-"""A head also proposes its next best tokens: trees that change no text, with learned odds."""
+"""A head also proposes its next best tokens, as trees that change no text and with probabilities that it learns."""
 
 from __future__ import annotations
 
@@ -20,62 +20,57 @@ from outrider.target_worker.in_process_drafters import InProcessDrafters, propos
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered, drafted_chain
 from tests.target_worker.block_heads import block_head, linked_head, parallel_head
-from tests.target_worker.heads import drafter, markov_llama, token_head
+from tests.target_worker.heads import drafter, token_head
 
 HEADS = [token_head, block_head, linked_head, parallel_head]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return markov_llama(tmp_path_factory.mktemp("markov"))
+def draft_with_features(own: HeadDrafter, sampling: SamplingParams) -> HeadDraft:
+    """A text's draft, which has the features of three tokens."""
+    draft = own.open_draft(sampling)
+    draft.add_features(0, mx.ones((3, 64)))
+    return draft
 
 
-def part_of(own: HeadDrafter, sampling: SamplingParams) -> HeadDraft:
-    """One that has heard of three tokens."""
-    part = own.open_draft(sampling)
-    part.add_features(0, mx.ones((3, 64)))
-    return part
-
-
-@pytest.mark.parametrize("made", HEADS)
+@pytest.mark.parametrize("make_head", HEADS)
 def test_tree_holds_the_chain_first_and_then_the_next_best_tokens(
-    target: LoadedModel, made: Callable[[LoadedModel], Head]
+    target: LoadedModel, make_head: Callable[[LoadedModel], Head]
 ) -> None:
-    own, text = drafter(made(target), target), [5, 6, 7, 8]
+    own, text = drafter(make_head(target), target), [5, 6, 7, 8]
     found = []
-    for least in (1.0, 0.01):
-        part = part_of(own, SamplingParams(temp=0.8, seed=4))
-        found += propose([part.turn(text, InProcess(3, min_prob=least))])
+    for min_prob in (1.0, 0.01):
+        draft = draft_with_features(own, SamplingParams(temp=0.8, seed=4))
+        found += propose([draft.turn(text, InProcess(3, min_prob=min_prob))])
     plain, tree = found
     assert isinstance(plain, Continuation) and isinstance(tree, Continuation)
     assert tree.line == plain.chain and plain.parents == ()
     assert tree.chain[:3] == plain.chain and tree.parents[:3] == (-1, 0, 1)
-    beside = [(parent, token) for parent, token in zip(tree.parents[3:], tree.chain[3:], strict=True)]
-    assert len(beside) > 2 and len({*beside, *zip(tree.parents[:3], plain.chain, strict=True)}) == len(tree.chain)
+    others = [(parent, token) for parent, token in zip(tree.parents[3:], tree.chain[3:], strict=True)]
+    assert len(others) > 2 and len({*others, *zip(tree.parents[:3], plain.chain, strict=True)}) == len(tree.chain)
 
 
 def test_accepted_alternative_is_learned(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     learned = []
     monkeypatch.setattr(Calibration, "learn", lambda self, points, *rest: learned.append((len(points), *rest)))
     own = drafter(token_head(target), target)
-    part, text = part_of(own, SamplingParams()), [5, 6, 7, 8]
-    (tree,) = propose([part.turn(text, InProcess(3, min_prob=0.001))])
+    draft, text = draft_with_features(own, SamplingParams()), [5, 6, 7, 8]
+    (tree,) = propose([draft.turn(text, InProcess(3, min_prob=0.001))])
     assert isinstance(tree, Continuation)
     other = next(t for parent, t in zip(tree.parents[3:], tree.chain[3:], strict=True) if parent == 0)
     text += [tree.chain[0], other, 9]
-    part.turn(text, InProcess(3, min_prob=0.001))
+    draft.turn(text, InProcess(3, min_prob=0.001))
     assert learned == [(2, 3, 1, 0)]
 
 
 def outcomes_of(
-    target: LoadedModel, made: Callable[[LoadedModel], Head] | None, temp: float, requests: int
+    target: LoadedModel, make_head: Callable[[LoadedModel], Head] | None, temp: float, requests: int
 ) -> list[Outcome]:
     opens = [
         Open(str(n), 0, 0, np.array([40 + n, 7], np.int32), SamplingParams(temp=temp, seed=n if temp else None))
         for n in range(requests)
     ]
     link = FakeLink("target-0", deque(opens))
-    own = InProcessDrafters({"own": drafter(made(target), target)}) if made else None
+    own = InProcessDrafters({"own": drafter(make_head(target), target)}) if make_head else None
     worker = TargetWorker(link, target, drafters=own)  # type: ignore[arg-type]
     answered(worker, link, ())
     draft = InProcess(3, min_prob=0.02) if own else None
@@ -84,24 +79,24 @@ def outcomes_of(
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("made", HEADS)
+@pytest.mark.parametrize("make_head", HEADS)
 def test_text_with_alternatives_equals_that_of_the_target(
-    target: LoadedModel, made: Callable[[LoadedModel], Head], temp: float
+    target: LoadedModel, make_head: Callable[[LoadedModel], Head], temp: float
 ) -> None:
     plain, trees = ([], [])  # type: ignore[var-annotated]
-    for outcomes, kind in ((plain, None), (trees, made)):
+    for outcomes, kind in ((plain, None), (trees, make_head)):
         found = outcomes_of(target, kind, temp, 3)
         assert all(isinstance(one, Outcome) for one in found), found
         outcomes += found
     assert any(one.drafted and one.drafted.parents for one in trees)
     for request in map(str, range(3)):
-        assert text(trees, request) == text(plain, request)
+        assert tokens_of(trees, request) == tokens_of(plain, request)
 
 
-def text(outcomes: list[Outcome], request: str) -> list[int]:
+def tokens_of(outcomes: list[Outcome], request: str) -> list[int]:
     found: list[int] = []
     for one in outcomes:
         if one.request == request:
-            held = range(one.accepted) if one.path is None else one.path
-            found += [*(drafted_chain(one)[node] for node in held), one.bonus]
+            path = range(one.accepted) if one.path is None else one.path
+            found += [*(drafted_chain(one)[node] for node in path), one.bonus]
     return found

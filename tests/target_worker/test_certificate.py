@@ -34,8 +34,8 @@ def model(tiny_model):
     return load(tiny_model("llama"))
 
 
-def honest(model, params, length=LENGTH):
-    """What plain decoding says."""
+def true_claim(model, params, length=LENGTH):
+    """A claim with the text of plain decoding."""
     slot = open_slots(model, [PROMPT], [params])[0]
     for _ in range(length):
         verify(slot)
@@ -45,22 +45,22 @@ def honest(model, params, length=LENGTH):
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_output_of_the_model_itself_is_certified(model, params):
     reported = []
-    report = certify(model, honest(model, params), lambda done, total: reported.append((done, total)))
+    report = certify(model, true_claim(model, params), lambda done, total: reported.append((done, total)))
     assert (report.positions, report.identical, report.ties, report.mismatches) == (LENGTH, LENGTH, (), ())
     assert report.context_length == model.context_length and reported == [(16, LENGTH)]
 
 
 def test_output_of_a_model_that_needs_its_own_caches_is_certified(tmp_path):
-    """One with a window that is not mlx-lm's own, which the text exceeds."""
+    """A model with a window of its own, which the text exceeds."""
     model = load(write_model(tmp_path / "plamo3", config_of("plamo3")))
     assert probe_abilities(model).own_caches
-    claim = honest(model, SamplingParams(temp=1.0, seed=3), 3 * WINDOW)
+    claim = true_claim(model, SamplingParams(temp=1.0, seed=3), 3 * WINDOW)
     assert certify(model, claim).identical == len(claim.generated)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_changed_token_is_a_mismatch_at_its_position(model, params):
-    claim = honest(model, params)
+    claim = true_claim(model, params)
     wrong = (claim.generated[7] + 1) % model.vocab_size
     report = certify(model, replace(claim, generated=(*claim.generated[:7], wrong)))
     assert report.identical == 7 and report.ties == ()
@@ -86,13 +86,13 @@ def test_text_by_a_grammar_is_certified_only_with_that_grammar(model, params):
 
 
 def test_claim_with_another_seed_has_mismatches(model):
-    claim = honest(model, SAMPLED)
+    claim = true_claim(model, SAMPLED)
     assert certify(model, replace(claim, sampling=replace(SAMPLED, seed=12))).mismatches
 
 
 @pytest.mark.parametrize(("gap", "tied"), [(5e-5, True), (5e-3, False)])
 def test_a_token_below_the_best_by_less_than_rounding_is_a_tie(model, monkeypatch, gap, tied):
-    claim = honest(model, GREEDY)
+    claim = true_claim(model, GREEDY)
     best, second = claim.generated[0], (claim.generated[0] + 1) % model.vocab_size
     forward = CacheSlot.forward
 
@@ -115,7 +115,7 @@ def test_token_at_the_border_of_top_p_is_a_tie_and_beyond_a_mismatch(model, belo
     probabilities = mx.softmax(slot.forward(mx.array(slot.unfed))[-1]).tolist()
     ordered = sorted(range(model.vocab_size), key=lambda token: -probabilities[token])
     for seed in range(50):
-        claim = honest(model, replace(plain, seed=seed), 1)
+        claim = true_claim(model, replace(plain, seed=seed), 1)
         before = sum(probabilities[token] for token in ordered[: ordered.index(claim.generated[0])])
         if before > 0.2:
             break
@@ -140,7 +140,7 @@ def test_claim_with_unknown_or_missing_tokens_is_refused(model, claim):
 # --- the process --------------------------------------------------------------------------------------------------
 
 
-def ask(text):
+def run_process(text):
     done = subprocess.run(
         [sys.executable, "-m", "outrider.engine.models_only", "outrider.target_worker.certificate"],
         input=text,
@@ -152,9 +152,9 @@ def ask(text):
 
 
 def test_the_process_reads_a_claim_and_ends_with_the_report(model, tiny_model):
-    claim = honest(model, SAMPLED)
+    claim = true_claim(model, SAMPLED)
     fields = {"model": str(tiny_model("llama")), "tokens": PROMPT, "generated": claim.generated}
-    done, lines = ask(json.dumps({**fields, "sampling": asdict(SAMPLED)}))
+    done, lines = run_process(json.dumps({**fields, "sampling": asdict(SAMPLED)}))
     assert done.returncode == 0 and done.stderr == ""
     assert lines[-1]["positions"] == lines[-1]["identical"] + len(lines[-1]["ties"]) == LENGTH
 

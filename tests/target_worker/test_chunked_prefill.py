@@ -14,14 +14,14 @@ from outrider.target_worker.model_runner import (
 DECODING, FIXED_MS, ROW_MS = 8, 10.0, 0.5
 
 
-def lengthened(rows: int, usual: int) -> float:
-    """By what share of a forward over the usual rows one over so many and the newcomer's piece takes longer."""
-    pieces = ChunkedPrefill()
+def relative_delay(rows: int, usual: int) -> float:
+    """By what share a forward over `rows` and a new prompt's chunk takes longer than one over the `usual` rows."""
+    prefill = ChunkedPrefill()
     for seen in (8, 16, 32, 64):
-        pieces.observe(0, 0, seen, FIXED_MS + ROW_MS * seen)
-    pieces.observe(DECODING, usual, usual, FIXED_MS + ROW_MS * usual)
-    pieces.last = 1000
-    read = pieces.budget(1, DECODING, rows)
+        prefill.observe(0, 0, seen, FIXED_MS + ROW_MS * seen)
+    prefill.observe(DECODING, usual, usual, FIXED_MS + ROW_MS * usual)
+    prefill.last = 1000
+    read = prefill.budget(1, DECODING, rows)
     return (rows - usual + read) * ROW_MS / (FIXED_MS + ROW_MS * usual)
 
 
@@ -30,10 +30,10 @@ def lengthened(rows: int, usual: int) -> float:
     [(8, 8, READING_SHARE), (60, 60, READING_SHARE_WITH_CHAINS), (30, 50, READING_SHARE_WITH_CHAINS)],
 )
 def test_prompt_piece_lengthens_a_forward_by_a_fixed_share(rows: int, usual: int, share: float) -> None:
-    """A smaller share beside chains; whose forward has few rows has room for a longer piece."""
-    assert lengthened(rows, usual) == pytest.approx(share, abs=ROW_MS / FIXED_MS)
+    """The share is smaller beside chains. A forward with fewer rows than usual has room for a longer piece."""
+    assert relative_delay(rows, usual) == pytest.approx(share, abs=ROW_MS / FIXED_MS)
 
 
 def test_prompt_piece_is_smallest_beside_more_chains_than_usual() -> None:
     more = (MIN_CHUNK_TOKENS + 60 - 30) * ROW_MS / (FIXED_MS + ROW_MS * 30)
-    assert lengthened(60, usual=30) == pytest.approx(more)
+    assert relative_delay(60, usual=30) == pytest.approx(more)

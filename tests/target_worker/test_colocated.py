@@ -61,7 +61,7 @@ class WorkerUnderTest:
         answered(self.worker, self.link, ())
 
     def exchange(self, *messages: Any, turns: int = 1000) -> list[Any]:
-        """What the worker answers to these, in so many turns of its loop or until it would wait."""
+        """Returns the worker's answers to `messages`, after `turns` of its loop or when it would wait."""
         return answered(self.worker, self.link, messages, turns)
 
     @property
@@ -233,8 +233,8 @@ def test_other_requests_draft_between_the_pieces_of_a_prompt() -> None:
     assert text(theirs) == text(alone.exchange(drafting(1, len(LONG) + 1)))
 
 
-def test_reading_of_prompts_is_no_time_of_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost of a drafted token would follow it, for all requests that draft meanwhile."""
+def test_reading_a_prompt_does_not_count_as_drafting_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would raise the measured cost of a drafted token for all requests that draft meanwhile."""
     clock, read = VirtualClock(), WorkAhead.read
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
 
@@ -250,7 +250,7 @@ def test_reading_of_prompts_is_no_time_of_drafting(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_prompt_is_read_at_a_time() -> None:
-    """Before each forward, first come first served, however many requests draft for the first time."""
+    """A piece before each forward, in order of arrival, however many requests draft for the first time."""
     worker_under_test = WorkerUnderTest()
     worker_under_test.exchange(*(Open(name, 0, 0, LONG, SAMPLING) for name in "st"))
     worker_under_test.link.inbox += [replace(drafting(1, len(LONG) + 1), request=name) for name in "st"]
@@ -263,7 +263,7 @@ def test_one_prompt_is_read_at_a_time() -> None:
 
 
 def test_verify_replaces_the_draft_whose_prompt_is_read() -> None:
-    """The request does not wait for its drafter, which reads on when it is asked again."""
+    """The request continues without its drafter, which reads the rest when it is asked to draft again."""
     worker_under_test, _ = begin_reading()
     at = len(LONG) + 1
     (plain,) = worker_under_test.exchange(Verify("s", 0, 1, at, DraftTokens()))
@@ -296,7 +296,7 @@ class Fails(Exception):
 def test_requests_that_draft_together_get_the_chains_of_single_requests(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    """And where one's drafting fails, it goes on without drafts."""
+    """A request whose drafting fails continues without drafts."""
     alone = [(drafted_chain(a), a.accepted, a.bonus) for a in WorkerUnderTest().exchange(drafting(1, START))]
     worker_under_test = WorkerUnderTest()
 

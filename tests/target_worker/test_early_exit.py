@@ -1,4 +1,4 @@
-"""A target's first layers draft in its own texts: chains equal an independent forward's, and leave nothing behind."""
+"""A target's first layers draft for it: chains equal those of an independent forward, and its texts stay the same."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.alone import continuations
 from tests.drafters.experts import gated_mlp, rms
-from tests.drafters.mtp_heads import turned
+from tests.drafters.mtp_heads import apply_rope
 from tests.system.links import drafted_chain
 from tests.target_worker.heads import LAYERS, H, markov_llama
-from tests.target_worker.test_in_process_head import accepted, run, texts
+from tests.target_worker.test_in_process_head import mean_accepted, run, texts
 from tests.tiny import VOCAB_SIZE, write_model
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -50,7 +50,7 @@ def alone(target: LoadedModel) -> Alone:
 
 @pytest.fixture(scope="module")
 def drafters(target: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], HeadDrafter]:
-    """By its layers alone, or with a random adapter of this scale."""
+    """`drafters(scale)`: a drafter by the first layers alone if `scale` is 0, else with a random adapter."""
 
     def make(scale: float) -> HeadDrafter:
         return drafter(target, adapter(tmp_path_factory.mktemp("adapter"), scale) if scale else None)
@@ -59,7 +59,7 @@ def drafters(target: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 def adapter(folder: Path, scale: float = 0.1, weights: dict[str, Any] | None = None, **other: Any) -> Path:
-    """A random one; `other` settings or weights in place of its own, None for what is missing."""
+    """Writes a random adapter. `weights` and `other` settings replace its own; weights that are None are left out."""
     arrays = {key: mx.array(value) for key, value in adapter_weights(scale).items()} | (weights or {})
     config = {"model_type": "early_exit_adapter", **asdict(SIZES), **other}
     (folder / "config.json").write_text(json.dumps(config))
@@ -79,7 +79,7 @@ def drafter(target: LoadedModel, folder: Path | None = None) -> HeadDrafter:
 
 
 def by_numpy(target: LoadedModel, tokens: list[int], layers: int, adapted: Callable[[Array], Array]) -> Array:
-    """Logits [T, V] behind the first layers of a Llama."""
+    """Logits [T, V] after the first layers of a Llama and `adapted`, computed by numpy."""
     flat = {key.removesuffix(".weight"): np.array(value) for key, value in mx.load(_weights(target)).items()}  # type: ignore[union-attr]
     x = flat["model.embed_tokens"][tokens]
     for number in range(layers):
@@ -88,7 +88,7 @@ def by_numpy(target: LoadedModel, tokens: list[int], layers: int, adapted: Calla
 
         def heads(key: str, count: int, y: Array = y, at: str = at) -> Array:
             z = (y @ flat[f"{at}self_attn.{key}_proj"].T).reshape(len(y), count, 16).swapaxes(0, 1)
-            return z if key == "v" else turned(z, 16)
+            return z if key == "v" else apply_rope(z, 16)
 
         q, k, v = heads("q", 4), heads("k", 2).repeat(2, axis=0), heads("v", 2).repeat(2, axis=0)
         scores = np.where(np.tri(len(y), dtype=bool), q @ k.swapaxes(1, 2) / 4, -np.inf)
@@ -108,14 +108,14 @@ def _weights(target: LoadedModel) -> str:
 def test_chains_equal_an_independent_forward(
     target: LoadedModel, drafters: Callable[[float], HeadDrafter], scale: float
 ) -> None:
-    """Over many rounds in company, whatever was drafted and accepted before; and the target goes on by itself."""
+    """Over several rounds of several requests, whatever was drafted before; the texts stay the target's own."""
     own = drafters(scale)
     layers = own.head.exit_layer  # type: ignore[attr-defined]
-    held = open_kv_cache(target)
-    slots = [CacheSlot(target, held, [50 + n, 60, *range(70, 80)], SamplingParams()) for n in range(3)]
+    kv_cache = open_kv_cache(target)
+    slots = [CacheSlot(target, kv_cache, [50 + n, 60, *range(70, 80)], SamplingParams()) for n in range(3)]
     for slot in slots:
         slot.feed_all_but_last()
-    followers = [ExitDraft(own, own.sampler(SamplingParams()), slot.sequence) for slot in slots]  # type: ignore[arg-type]
+    drafts = [ExitDraft(own, own.sampler(SamplingParams()), slot.sequence) for slot in slots]  # type: ignore[arg-type]
     draws, weights = np.random.default_rng(9), adapter_weights(scale)
 
     def adapted(x: Array) -> Array:
@@ -123,16 +123,16 @@ def test_chains_equal_an_independent_forward(
 
     for _ in range(6):
         some = [n for n in range(3) if draws.random() < 0.7]
-        chains = [followers[n].set_text(slots[n].tokens) for n in some]
+        chains = [drafts[n].set_text(slots[n].tokens) for n in some]
         found = continuations(chains, [int(draws.integers(1, 5)) for _ in some])
         for n, chain in zip(some, (one.chain for one in found), strict=True):
             truth = by_numpy(target, [*slots[n].tokens, *chain[:-1]], layers, adapted)
             assert tuple(truth[-len(chain) :].argmax(axis=-1)) == chain
             assert slots[n].fed == len(slots[n].tokens) - 1
         for n, slot in enumerate(slots):
-            said = verify(slot, found[some.index(n)].chain if n in some and draws.random() < 0.8 else ())
-            whole = np.array(target.model(mx.array([slot.tokens[:-1]]))[0, -said.accepted - 1 :])
-            assert slot.tokens[-said.accepted - 1 :] == whole.argmax(axis=-1).tolist()
+            output = verify(slot, found[some.index(n)].chain if n in some and draws.random() < 0.8 else ())
+            whole = np.array(target.model(mx.array([slot.tokens[:-1]]))[0, -output.accepted - 1 :])
+            assert slot.tokens[-output.accepted - 1 :] == whole.argmax(axis=-1).tolist()
 
 
 @pytest.mark.parametrize(("scale", "requests", "temp"), [(0, 4, 0.8), (3.0, 4, 0.8), (3.0, 1, 0.0)])
@@ -144,7 +144,7 @@ def test_text_with_early_exit_equals_that_of_the_target(
     requests: int,
     temp: float,
 ) -> None:
-    """By its layers alone, and by an adapter that says anything."""
+    """By the layers alone, and with a random adapter."""
     outcomes = run(target, drafters(scale), temp, requests)
     assert texts(outcomes) == alone(temp, requests)
     assert any(drafted_chain(a) for one in outcomes for a in one)
@@ -152,15 +152,15 @@ def test_text_with_early_exit_equals_that_of_the_target(
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_first_layer_of_a_target_with_empty_layers_drafts_perfectly(tmp_path: Path, temp: float) -> None:
-    """At a temperature too, for the noise is the target's; an adapter's rows are used, so a wild one spoils it."""
+    """At a temperature, too, since the noise is the target's. A random adapter spoils the drafts, so it is used."""
     markov = markov_llama(tmp_path / "markov")
     own = drafter(markov)
     assert own.head.exit_layer == 1 and "100% of a trial text's tokens agree" in own.note  # type: ignore[attr-defined]
-    assert accepted(run(markov, own, temp, 4)) > 2.5
+    assert mean_accepted(run(markov, own, temp, 4)) > 2.5
     exit: Any = own.head
     exit.adapter = ExitAdapter(AdapterConfig(1, 8, H, VOCAB_SIZE, LAYERS))
     exit.adapter.up.weight = mx.random.normal((H, 8), key=mx.random.key(1)) * 5
-    assert accepted(run(markov, own, temp, 4)) < 1
+    assert mean_accepted(run(markov, own, temp, 4)) < 1
 
 
 def test_non_finite_rows_end_only_the_drafting(
@@ -204,17 +204,17 @@ def test_unusable_adapter_is_refused_with_a_reason(
 
 
 def test_fingerprint_of_another_target_is_noted(tmp_path: Path) -> None:
-    """Of a target in another number format it is another, too; then it is said, and the trial tells."""
+    """The same target in another number format has another one, too. So it is only noted, and the trial decides."""
     markov = markov_llama(tmp_path / "markov")
     config = AdapterConfig(2, 8, H, VOCAB_SIZE, LAYERS, target=model_digest(markov.folder))  # type: ignore[arg-type]
     folder, fresh = tmp_path / "adapter", ExitAdapter(config)
     folder.mkdir()
     fresh.up.weight = mx.zeros_like(fresh.up.weight)
     fresh.save_weights(str(folder / "model.safetensors"))
-    words = {"model_type": "early_exit_adapter", **asdict(config)}
-    (folder / "config.json").write_text(json.dumps(words))
+    fields = {"model_type": "early_exit_adapter", **asdict(config)}
+    (folder / "config.json").write_text(json.dumps(fields))
     assert not find_target_mismatch(folder, markov.folder)
-    (folder / "config.json").write_text(json.dumps({**words, "target": OTHER}))
+    (folder / "config.json").write_text(json.dumps({**fields, "target": OTHER}))
     note = drafter(markov, folder).note
     assert "2 of 4 layers and an adapter" in note and "by its fingerprint" in note
 

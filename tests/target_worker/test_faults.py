@@ -25,13 +25,13 @@ from tests.system.markov import Markov, markov
 
 TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)
 POISON = 5
-TABLE[:, POISON] = -99.0  # no text comes upon it by itself
+TABLE[:, POISON] = -99.0  # the model never chooses it
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temp=1.0, seed=4)
 RESIDUAL = SamplingParams(temp=1.0, seed=4, rule="residual")
 
 
 class Poisoned(Markov):
-    """A model that can't go on where it reads a certain token: it raises `fault`, or its logits are NaN."""
+    """A model that fails when it reads a certain token: it raises `fault`, or its logits are NaN."""
 
     def __init__(self, fault: Exception | None) -> None:
         super().__init__(TABLE)
@@ -50,11 +50,11 @@ def poisoned(fault: Exception | None) -> LoadedModel:
 
 
 @pytest.fixture(autouse=True)
-def sound_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def skip_load_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.engine.load_checks.probe_abilities", lambda model: Abilities())
 
 
-def asked(request: str, tokens: list[int], sampling: SamplingParams = GREEDY) -> Open:
+def open_request(request: str, tokens: list[int], sampling: SamplingParams = GREEDY) -> Open:
     return Open(request, 0, 0, np.array(tokens, np.int32), sampling)
 
 
@@ -69,24 +69,24 @@ FAULTS = [*RAISED, None]
 @pytest.mark.parametrize("fault", FAULTS, ids=repr)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, RESIDUAL], ids=["greedy", "sampled", "residual"])
 def test_draft_that_the_model_fails_on_costs_only_its_round(fault: Exception | None, sampling: SamplingParams) -> None:
-    """Plain decoding never meets such a token, and a drafter must not be able to end a text."""
+    """Plain decoding never reads such a token, and a drafter must not be able to end a text."""
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, poisoned(fault))  # type: ignore[arg-type]
-    first = answered(worker, link, [asked("plain", [1, 2], sampling), asked("drafted", [1, 2], sampling)])
+    first = answered(worker, link, [open_request("plain", [1, 2], sampling), open_request("drafted", [1, 2], sampling)])
     assert not faults(first) and len(first) == 2
     proposal = DraftTokens((POISON, 1))
     for messages in ([Verify("drafted", 0, 1, 3, proposal)], [Verify("plain", 0, 1, 3)]):  # alone, then together
         first += answered(worker, link, messages)
     first += answered(worker, link, [Verify("drafted", 0, 2, 4, proposal), Verify("plain", 0, 2, 4)])
     assert not faults(first) and all(answer.accepted == 0 for answer in first if isinstance(answer, Outcome))
-    said = [[answer.bonus for answer in first if answer.request == name] for name in ("plain", "drafted")]
-    assert said[0] == said[1] and len(said[0]) == 3
+    bonuses = [[answer.bonus for answer in first if answer.request == name] for name in ("plain", "drafted")]
+    assert bonuses[0] == bonuses[1] and len(bonuses[0]) == 3
 
 
 def test_failed_verify_leaves_the_recurrent_state_of_others(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts of such a model are fed one after another, so some have been fed when one fails."""
+    """A recurrent model is fed one text after another, so some have been fed when one fails."""
     model, plain = load(tiny_model("qwen3_next")), qwen3_next.Model.__call__
 
     def call(self: Any, tokens: mx.array, *rest: Any, **others: Any) -> mx.array:
@@ -99,7 +99,7 @@ def test_failed_verify_leaves_the_recurrent_state_of_others(
     for more in ([], [poisoned]):
         link = FakeLink("target-0", deque())
         worker = TargetWorker(link, model)  # type: ignore[arg-type]
-        answered(worker, link, [asked("sound", [40, 41, 42]), asked("poisoned", [50, 51])])
+        answered(worker, link, [open_request("sound", [40, 41, 42]), open_request("poisoned", [50, 51])])
         found = answered(worker, link, [Verify("sound", 0, 1, 4), *more])
         found += answered(worker, link, [Verify("sound", 0, 2, 5, Autonomous(8))])
         assert not faults(found)
@@ -108,16 +108,16 @@ def test_failed_verify_leaves_the_recurrent_state_of_others(
 
 
 def test_fault_is_sent_only_after_all_ranks_have_answered() -> None:
-    """It may have failed for another's death; then this process has ended by the time that all would have answered."""
+    """The forward may have failed because a rank died; then this process ends while it waits for the answers."""
 
-    class Gone:
+    class LostRanks:
         def check_ranks(self) -> None:
             raise SystemExit(5)
 
-    link, leader = FakeLink("target-0", deque()), Gone()
+    link, leader = FakeLink("target-0", deque()), LostRanks()
     worker = TargetWorker(link, poisoned(ValueError("shapes")), leader=leader)  # type: ignore[arg-type]
     with pytest.raises(SystemExit):
-        answered(worker, link, [asked("doomed", [1, POISON])])
+        answered(worker, link, [open_request("doomed", [1, POISON])])
     assert not faults(list(link.sent))
 
 
@@ -125,7 +125,7 @@ def test_fault_is_sent_only_after_all_ranks_have_answered() -> None:
 def test_failed_prompt_ends_only_its_own_request(fault: Exception | None) -> None:
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, poisoned(fault))  # type: ignore[arg-type]
-    found = answered(worker, link, [asked("doomed", [1, POISON]), asked("sound", [1, 2])])
+    found = answered(worker, link, [open_request("doomed", [1, POISON]), open_request("sound", [1, 2])])
     assert list(faults(found)) == ["doomed"]
     assert [answer.request for answer in found if isinstance(answer, Outcome)] == ["sound"]
 
@@ -143,7 +143,7 @@ def poisoned_after_five(fault: Exception | None) -> LoadedModel:
 def test_step_begun_before_the_text_ended_may_fail(fault: Exception | None) -> None:
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, poisoned_after_five(fault))  # type: ignore[arg-type]
-    answered(worker, link, [replace_struct(asked("ended", [0, 1]), eos=(POISON,))])
+    answered(worker, link, [replace_struct(open_request("ended", [0, 1]), eos=(POISON,))])
     found = answered(worker, link, [Verify("ended", 0, 1, 3, Autonomous(10))])
     assert [getattr(answer, "bonus", answer) for answer in found] == [3, 4, POISON]
     assert worker._running["ended"].slot.fed == 5
@@ -155,7 +155,7 @@ def test_failed_plain_round_ends_only_its_own_request(
 ) -> None:
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, poisoned_after_five(fault))  # type: ignore[arg-type]
-    answered(worker, link, [asked("doomed", [0, 1]), asked("sound", [0])])
+    answered(worker, link, [open_request("doomed", [0, 1]), open_request("sound", [0])])
     found = answered(worker, link, [Verify("doomed", 0, 1, 3, Autonomous(10))])
     assert [answer.bonus for answer in found if isinstance(answer, Outcome)] == [3, 4, 5]
     assert list(faults(found)) == ["doomed"]
@@ -168,11 +168,11 @@ def test_failed_plain_round_ends_only_its_own_request(
 def test_piece_of_a_prompt_whose_forward_fails_at_its_end_does_not_count_as_read(
     beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU reports a failure only when a forward is read; the keys and values that it wrote are then anything."""
+    """A GPU reports a failure only when a forward is read; the keys and values that it wrote are then undefined."""
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, markov(TABLE))  # type: ignore[arg-type]
     if beside:
-        answered(worker, link, [asked("decoding", [1])])
+        answered(worker, link, [open_request("decoding", [1])])
     begun, fails = list[int](), iter([True])
 
     def begin(inputs: Any, chunks: Sequence[PrefillChunk] = (), after: Any = None) -> BatchForward:
@@ -187,7 +187,9 @@ def test_piece_of_a_prompt_whose_forward_fails_at_its_end_does_not_count_as_read
     read = BatchForward.commit
     monkeypatch.setattr(model_runner, "begin_forward", begin)
     monkeypatch.setattr(BatchForward, "commit", commit)
-    found = answered(worker, link, [asked("reading", [1, 2, 3]), *([Verify("decoding", 0, 1, 2)] if beside else [])])
+    found = answered(
+        worker, link, [open_request("reading", [1, 2, 3]), *([Verify("decoding", 0, 1, 2)] if beside else [])]
+    )
     if beside:
         assert not faults(found) and {answer.request for answer in found} == {"decoding", "reading"}
         assert begun == [0, 0]

@@ -1,4 +1,4 @@
-"""The second turn of a conversation reads only the new part, for head and target, with the same state."""
+"""Head and target read only the new part of a conversation's second turn, with the state of a full read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.target_worker.worker import TargetWorker
 from tests.alone import continuations
 from tests.system.links import FakeLink, answered
 from tests.target_worker.block_heads import convolving_head, parallel_head
-from tests.target_worker.heads import drafter, latent_head, markov_llama, mtp_head, random_head, recurrent_head
+from tests.target_worker.heads import drafter, latent_head, mtp_head, random_head, recurrent_head
 
 Heads = Callable[[LoadedModel], Head]
 PROMPT = [(31 * n) % 250 + 2 for n in range(60)]
@@ -33,13 +33,8 @@ NEW = [(17 * n) % 250 + 2 for n in range(9)]
 LENGTH = 12
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return markov_llama(tmp_path_factory.mktemp("markov"))
-
-
 class Conversation:
-    """A worker with a head. `read` tells how many pairs the head was fed as true ones, `cached` what the target had."""
+    """A target worker with a head, or without. `cached`: the tokens that the last prompt found in the prompt cache."""
 
     def __init__(self, model: LoadedModel, head: Head | None, memory: int = 1 << 26) -> None:
         self.model, self.head = model, head
@@ -52,30 +47,30 @@ class Conversation:
     def begin(self, name: str, tokens: Sequence[int]) -> TargetRequest:
         params = SamplingParams(max_tokens=LENGTH, temp=0.8, seed=5)
         opened = Open(name, 0, 0, np.array(tokens, np.int32), params)
-        self.told = answered(self.worker, self.link, [opened])
+        self.answers = answered(self.worker, self.link, [opened])
         return self.worker._running[name]
 
-    def write(self, name: str, draft: int = 3) -> list[int]:
-        """The text that it writes behind its prompt."""
+    def generate(self, name: str, draft: int = 3) -> list[int]:
+        """Generates a request's text and returns it."""
         running = self.worker._running[name]
         start = len(running.slot.tokens)
         go = Autonomous(LENGTH, InProcess(draft) if self.own and draft else None)
-        word = Verify(name, 0, running.round + 1, start, go)
-        found = answered(self.worker, self.link, [word])
+        message = Verify(name, 0, running.round + 1, start, go)
+        found = answered(self.worker, self.link, [message])
         assert all(isinstance(one, Outcome) for one in found), found
         return running.slot.tokens[start:]
 
     def turn(self, name: str, tokens: Sequence[int], draft: int = 3) -> list[int]:
-        """A whole request: all its tokens at the end."""
+        """Runs a whole request and returns all its tokens."""
         running = self.begin(name, tokens)
-        self.write(name, draft)
+        self.generate(name, draft)
         text = list(running.slot.tokens)
         answered(self.worker, self.link, [Close(name)])
         return text
 
     @property
     def cached(self) -> int:
-        return max((told.cached for told in self.told if isinstance(told, Prefilled)), default=0)
+        return max((answer.cached for answer in self.answers if isinstance(answer, Prefilled)), default=0)
 
 
 def draft_of(running: TargetRequest) -> HeadDraft:
@@ -84,12 +79,12 @@ def draft_of(running: TargetRequest) -> HeadDraft:
     return found
 
 
-def assert_as_fresh(chat: Conversation, running: TargetRequest) -> None:
-    """What the head has read is what it would have read of the whole text at once."""
-    heard, tokens = draft_of(running), running.slot.tokens
+def check_state(chat: Conversation, running: TargetRequest) -> None:
+    """Checks that the head's state is that of a head that has read the whole text at once."""
+    draft, tokens = draft_of(running), running.slot.tokens
     assert chat.own is not None and chat.head is not None
-    known = len(heard.tree.pairs)
-    assert known + heard.features.count == len(tokens) - 1 and known > 0
+    known = len(draft.tree.pairs)
+    assert known + draft.features.count == len(tokens) - 1 and known > 0
     rows: list[mx.array] = []
     hidden_states = HiddenStates(chat.model.model, chat.head.points, chat.head.fuse)
     hidden_states.forward(lambda: chat.model.model(mx.array([tokens]))[0], [(len(tokens), rows.append)])
@@ -97,7 +92,7 @@ def assert_as_fresh(chat: Conversation, running: TargetRequest) -> None:
     again = fresh.open_draft(SamplingParams())
     again.add_features(0, rows[0][:known])
     continuations([again.set_text(tokens[: known + 1])], [1])
-    for mine, true in zip(heard.tree.save(known + 1).layers, again.tree.save(known + 1).layers, strict=True):
+    for mine, true in zip(draft.tree.save(known + 1).layers, again.tree.save(known + 1).layers, strict=True):
         for a, b in zip(mine, true, strict=True):
             assert float(mx.abs(a - b).max().item()) < 1e-3
 
@@ -112,7 +107,7 @@ def plain_turns(target: LoadedModel) -> tuple[list[int], list[int]]:
 
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many features were read in each turn."""
+    """The numbers of features that the head read at once."""
     counts: list[int] = []
     read = HeadTree.read_in_steps
 
@@ -124,59 +119,59 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("made", [mtp_head, latent_head, parallel_head, convolving_head])
+@pytest.mark.parametrize("make_head", [mtp_head, latent_head, parallel_head, convolving_head])
 def test_second_turn_reads_only_new_tokens_with_the_state_of_a_full_read(
-    target: LoadedModel, made: Heads, plain_turns: tuple[list[int], list[int]], fed: list[int]
+    target: LoadedModel, make_head: Heads, plain_turns: tuple[list[int], list[int]], fed: list[int]
 ) -> None:
-    chat = Conversation(target, made(target))
+    chat = Conversation(target, make_head(target))
     first = chat.turn("a", PROMPT)
     assert first == plain_turns[0] and fed[0] == len(PROMPT)
     fed.clear()
     running = chat.begin("b", [*first, *NEW])
     assert chat.cached >= len(first) - 2
-    chat.write("b")
+    chat.generate("b")
     assert running.slot.tokens == plain_turns[1]
     assert fed[0] <= len(NEW) + 3
-    assert_as_fresh(chat, running)
+    check_state(chat, running)
 
 
 def test_changed_turn_is_read_from_the_change_on(target: LoadedModel, fed: list[int]) -> None:
-    """The target reads one token again whose row the head has not."""
+    """The target reads one token again, whose row the head lacks."""
     chat = Conversation(target, mtp_head(target))
     first = chat.turn("a", PROMPT)
     fed.clear()
     running = chat.begin("b", [*first[:40], *NEW])
     assert chat.cached == 39
-    chat.write("b")
+    chat.generate("b")
     assert fed[0] <= len(NEW) + 3
-    assert_as_fresh(chat, running)
+    check_state(chat, running)
 
 
 def test_request_reuses_the_head_state_of_a_running_request(target: LoadedModel, fed: list[int]) -> None:
     chat = Conversation(target, mtp_head(target))
     chat.begin("a", PROMPT)
-    chat.write("a")
+    chat.generate("a")
     fed.clear()
     running = chat.begin("b", [*PROMPT, *NEW])
-    chat.write("b")
+    chat.generate("b")
     assert fed[0] <= len(NEW) + 3
-    assert_as_fresh(chat, running)
+    check_state(chat, running)
 
 
 def test_target_rereads_nothing_when_the_head_has_read_nothing(target: LoadedModel) -> None:
-    """A text without drafts costs nothing for the head; the next one's begins behind the gap."""
+    """A text without drafts costs the head nothing; in the next text it begins after the gap."""
     chat = Conversation(target, mtp_head(target))
     first = chat.turn("a", PROMPT, draft=0)
     running = chat.begin("b", [*first, *NEW])
     assert chat.cached == len(first) - 1
-    chat.write("b")
+    chat.generate("b")
     assert len(draft_of(running).tree.pairs) < len(NEW) + LENGTH + 3
 
 
 def test_head_state_of_a_failed_request_is_not_kept(target: LoadedModel) -> None:
     chat = Conversation(target, mtp_head(target))
     running = chat.begin("a", PROMPT)
-    chat.write("a")
+    chat.generate("a")
     assert chat.own is not None
     chat.worker._close("a", discard=True)
     assert chat.own.prompt_cache.use.entries == 0 and running.is_closed
@@ -187,18 +182,18 @@ def test_head_without_keys_and_values_keeps_no_entries(target: LoadedModel) -> N
     first = chat.turn("a", PROMPT)
     running = chat.begin("b", [*first, *NEW])
     assert chat.cached == len(first) - 1 and chat.own is not None and chat.own.prompt_cache.use.entries == 0
-    assert chat.write("b") and draft_of(running).features.count == 1
+    assert chat.generate("b") and draft_of(running).features.count == 1
 
 
 def test_indivisible_state_is_reused_when_the_head_has_all_of_it(tiny_model: Callable[..., Path]) -> None:
-    """A recurrent target's: nothing of it can be read again, so the head has to know as much."""
+    """A recurrent target can't go back to an earlier state, so the head must have read as much."""
     model = load(tiny_model("qwen3_next"))
     chat = Conversation(model, random_head(model))
     first = chat.turn("a", PROMPT)
     running = chat.begin("b", [*first, *NEW])
     assert chat.cached == len(first) - 1
-    chat.write("b")
-    assert_as_fresh(chat, running)
+    chat.generate("b")
+    check_state(chat, running)
 
 
 def test_prompt_cache_of_a_head_stays_within_its_limit(target: LoadedModel) -> None:
@@ -211,20 +206,20 @@ def test_prompt_cache_of_a_head_stays_within_its_limit(target: LoadedModel) -> N
 
 
 def test_target_rereads_the_rows_that_any_of_several_heads_lacks(target: LoadedModel) -> None:
-    """One has read a text to its end, another but the first part of it; a third nothing."""
+    """Here the first head has read 50 tokens of the text, the second 45, and the third none."""
     slot = CacheSlot(target, open_kv_cache(target), [*PROMPT, *NEW], SamplingParams())
     own = [drafter(mtp_head(target), target) for _ in range(3)]
     for head, known in zip(own, (50, 45, 0), strict=True):
         head.prompt_cache.set_limit(1 << 20)
         if known:
-            heard = head.open_draft(SamplingParams())
-            heard.add_features(0, mx.ones((known, 64)))
-            continuations([heard.set_text(PROMPT[: known + 1])], [1])
-            heard.close(discard=False)
-    followers = [head.open_draft(SamplingParams()) for head in own]
-    assert _usable_prefix_length(slot, followers, 52) == 45
-    for follower in followers:
-        follower.add_features(45, mx.ones((4, 64)))
-    for follower, length in zip(followers, (49, 49, 4), strict=True):
-        continuations([follower.set_text(slot.tokens[:50])], [1])
-        assert len(follower.tree.pairs) == length
+            draft = head.open_draft(SamplingParams())
+            draft.add_features(0, mx.ones((known, 64)))
+            continuations([draft.set_text(PROMPT[: known + 1])], [1])
+            draft.close(discard=False)
+    drafts = [head.open_draft(SamplingParams()) for head in own]
+    assert _usable_prefix_length(slot, drafts, 52) == 45
+    for draft in drafts:
+        draft.add_features(45, mx.ones((4, 64)))
+    for draft, length in zip(drafts, (49, 49, 4), strict=True):
+        continuations([draft.set_text(slot.tokens[:50])], [1])
+        assert len(draft.tree.pairs) == length

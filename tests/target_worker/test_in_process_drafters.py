@@ -29,7 +29,6 @@ from tests.system.links import FakeLink, answered, drafted_chain
 from tests.target_worker.heads import (
     drafter,
     feature_head,
-    markov_llama,
     mtp_head,
     parallel_token_head,
     token_head,
@@ -41,22 +40,20 @@ FREE_ROWS = (0.0,) * (DEPTH + 1)
 PROMPTS = [[40, 41, 42], [7, 8], [90], [100 + n for n in range(30)]]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return markov_llama(tmp_path_factory.mktemp("markov"))
-
-
-def four(target: LoadedModel) -> InProcessDrafters:
-    """Heads of two kinds with points of their own, and a model."""
+def four_drafters(target: LoadedModel) -> InProcessDrafters:
+    """Three heads of two kinds, which read different hidden states, and a draft model."""
     heads = {"token": token_head, "feature": feature_head, "mtp": mtp_head}
-    own = {name: drafter(made(target), target) for name, made in heads.items()}  # type: ignore[operator]
+    own = {name: drafter(make_head(target), target) for name, make_head in heads.items()}  # type: ignore[operator]
     return InProcessDrafters({**own, "draft": InProcessModel(MlxDrafter(target))})
 
 
 def run(
     target: LoadedModel, own: InProcessDrafters, turns: list[str], temp: float, requests: int = 1
 ) -> dict[str, list[tuple[str, Outcome]]]:
-    """Who drafted, and what came of it, a round: request n is drafted for by the names in turn, from the nth on."""
+    """Runs requests for which the drafters in `turns` draft in turn, for request n from the nth on.
+
+    Returns for each request the drafter's name and the outcome of each round.
+    """
     opens = [
         Open(str(n), 0, 0, np.array(prompt, np.int32), SamplingParams(temp=temp, seed=n if temp else None))
         for n, prompt in enumerate(PROMPTS[:requests])
@@ -66,13 +63,13 @@ def run(
     found = {one.request: [("", one)] for one in answered(worker, link, ())}
     by = {o.request: cycle(turns[n % len(turns) :] + turns[: n % len(turns)]) for n, o in enumerate(opens)}
     while any(len(texts(rounds)) < LENGTH for rounds in found.values()):
-        words, names = [], {request: next(each) for request, each in by.items()}
+        messages, names = [], {request: next(each) for request, each in by.items()}
         for request, name in names.items():
             running = worker._running[request]
             at, draft = len(running.slot.tokens), InProcess(DEPTH, name, row_costs=FREE_ROWS) if name else None
-            words += [Verify(request, 0, running.round + 1, at, Autonomous(9, draft))]
-            words += [Halt(request, 0)]
-        for one in answered(worker, link, words):
+            messages += [Verify(request, 0, running.round + 1, at, Autonomous(9, draft))]
+            messages += [Halt(request, 0)]
+        for one in answered(worker, link, messages):
             assert isinstance(one, Outcome), one
             found[one.request].append((names[one.request], one))
     return found
@@ -86,7 +83,7 @@ def texts(rounds: list[tuple[str, Outcome]]) -> list[int]:
 @pytest.mark.parametrize("requests", [1, 4])
 def test_text_is_the_targets_own_with_any_drafter_in_any_round(target: LoadedModel, temp: float, requests: int) -> None:
     alone = run(target, InProcessDrafters({}), [""], temp, requests)
-    found = run(target, four(target), ["token", "draft", "", "feature", "mtp"], temp, requests)
+    found = run(target, four_drafters(target), ["token", "draft", "", "feature", "mtp"], temp, requests)
     for request, rounds in found.items():
         assert texts(rounds)[:LENGTH] == texts(alone[request])[:LENGTH]
     drafted = {name for rounds in found.values() for name, a in rounds if drafted_chain(a)}
@@ -96,14 +93,14 @@ def test_text_is_the_targets_own_with_any_drafter_in_any_round(target: LoadedMod
 def test_head_that_can_not_open_its_tree_ends_only_its_own_drafting(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when memory runs short while it copies the saved beginning of the text."""
+    """Such as when memory is short while it copies the cached prefix of the text."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("[malloc] out of memory")
 
     monkeypatch.setattr(HeadDrafter, "tree", fail)
     alone = run(target, InProcessDrafters({}), [""], 0.0, 2)
-    found = run(target, four(target), ["token", "draft"], 0.0, 2)
+    found = run(target, four_drafters(target), ["token", "draft"], 0.0, 2)
     for request, rounds in found.items():
         assert texts(rounds)[:LENGTH] == texts(alone[request])[:LENGTH]
         assert {name for name, outcome in rounds if drafted_chain(outcome)} == {"draft"}
@@ -147,10 +144,10 @@ def test_long_prompt_is_indexed_over_several_rounds() -> None:
 
 
 def test_drafter_beside_others_drafts_the_chains_of_a_single_drafter(target: LoadedModel) -> None:
-    """So each is fed its own rows, and all of them, those of rounds that others drafted for, too."""
-    together = run(target, four(target), ["token", "feature", "mtp"], 0.0)["0"]
-    for name, made in (("token", token_head), ("feature", feature_head), ("mtp", mtp_head)):
-        own = InProcessDrafters({name: drafter(made(target), target)})  # type: ignore[operator]
+    """So each gets all of its own rows, also those of rounds for which others drafted."""
+    together = run(target, four_drafters(target), ["token", "feature", "mtp"], 0.0)["0"]
+    for name, make_head in (("token", token_head), ("feature", feature_head), ("mtp", mtp_head)):
+        own = InProcessDrafters({name: drafter(make_head(target), target)})  # type: ignore[operator]
         alone = run(target, own, [name], 0.0)["0"]
         chains_of_single = {a.base_len: drafted_chain(a) for _, a in alone if drafted_chain(a)}
         shared = [
@@ -180,7 +177,7 @@ def test_unusable_drafter_is_left_out_with_a_reason(target: LoadedModel, tmp_pat
     loaded = in_process_drafters.load(kinds, target, lambda stage: None, unsharded=True)
     assert list(loaded.drafters) == ["eagle3-2"] == [one.name for one in loaded.infos]
     assert loaded.infos[0].is_head and loaded.infos[0].agreement > 0.1 and 0 < loaded.infos[0].weight < 1
-    assert [words.split(" is not used: ")[0] for words in loaded.left_out] == [
+    assert [note.split(" is not used: ")[0] for note in loaded.left_out] == [
         "drafter eagle3",
         "drafter draft",
     ]
@@ -194,7 +191,7 @@ def test_weight_of_a_head_is_its_share_of_the_parameters_and_less_for_a_block(ta
 
 
 def test_kv_memory_is_divided_by_bytes_per_token(target: LoadedModel) -> None:
-    own = four(target)
+    own = four_drafters(target)
     whole = own.cost + KvCost(0, 1000)
     left = own.divide_memory(1_000_000, 100, whole)
     assert left == pytest.approx(1_000_000 * 1000 / whole.per_token, rel=0.1)

@@ -33,7 +33,7 @@ from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
 from tests.alone import continuations
 from tests.drafters import nextn_heads
-from tests.drafters.mtp_heads import model_of, write, written
+from tests.drafters.mtp_heads import model_of, write, write_head
 from tests.system.links import FakeLink, answered, drafted_chain
 from tests.target_worker.block_heads import (
     block_feature_head,
@@ -48,7 +48,6 @@ from tests.target_worker.heads import (
     feature_head,
     last_row_head,
     latent_head,
-    markov_llama,
     mtp_head,
     random_head,
     recurrent_head,
@@ -63,18 +62,13 @@ Alone = Callable[[float, int], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return markov_llama(tmp_path_factory.mktemp("markov"))
-
-
-@pytest.fixture(scope="module")
 def alone(target: LoadedModel) -> Alone:
-    """What so many requests say at a temperature without a drafter."""
+    """`alone(temp, requests)`: the texts of that many requests without a drafter."""
     return cache(lambda temp, requests: texts(run(target, None, temp, requests)))
 
 
 def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int = 1) -> list[list[Outcome]]:
-    """The outcomes of so many requests at once, each of `LENGTH` tokens."""
+    """The outcomes of that many concurrent requests, each of `LENGTH` tokens."""
     opens = [
         Open(str(n), 0, 0, np.array(prompt, np.int32), SamplingParams(temp=temp, seed=n if temp else None))
         for n, prompt in enumerate(PROMPTS[:requests])
@@ -93,7 +87,7 @@ def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text"])
 def test_text_of_hybrid_and_windowed_targets_stays_their_own(tiny_model: Callable[..., Path], family: str) -> None:
-    """Recurrent ones, where rolled back tokens are fed again and their rows told once, and such with windows."""
+    """A recurrent target feeds rolled back tokens again, but delivers their rows only once."""
     other = load(tiny_model(family))
     own = drafter(random_head(other), other)
     outcomes = run(other, own, 0.8, 2)
@@ -109,7 +103,7 @@ def test_text_with_the_mtp_head_of_the_model_equals_that_of_the_target(
         other = load(tiny_model("llama", **nextn_heads.MODELS[family]))
         folder = write(tmp_path, nextn_heads.weights_of(family, other))
     else:
-        other, folder = load(model_of(tiny_model, family)), written(tmp_path, family)
+        other, folder = load(model_of(tiny_model, family)), write_head(tmp_path, family)
     own = load_head("mtp", str(folder), other, lambda stage: None)
     outcomes = run(other, own, 0.8, 2)
     assert texts(outcomes) == texts(run(other, None, 0.8, 2))
@@ -118,7 +112,7 @@ def test_text_with_the_mtp_head_of_the_model_equals_that_of_the_target(
 
 
 def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: LoadedModel, alone: Alone) -> None:
-    """What is committed without the head is heard all the same, and read when its turn comes."""
+    """The head also gets the rows of tokens that are committed without it, and reads them when it drafts."""
     truth = alone(0.0, 1)[0]
     opened = Open("r", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
     link = FakeLink("target-0", deque([opened]))
@@ -131,8 +125,8 @@ def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: Load
         rest = truth[at - start :]
         chain = (rest[0], (rest[1] + 1) % 258)
         autonomous = Verify("r", 0, running.round + 1, at, Autonomous(5, None if turn % 3 else InProcess(3)))
-        word = Verify("r", 0, running.round + 1, at, DraftTokens(chain)) if turn % 3 == 1 else autonomous
-        answered(worker, link, [word])
+        message = Verify("r", 0, running.round + 1, at, DraftTokens(chain)) if turn % 3 == 1 else autonomous
+        answered(worker, link, [message])
     assert running.slot.tokens[start:] == truth[: len(running.slot.tokens) - start]
     draft = running._drafting["own"]
     assert isinstance(draft, HeadDraft)
@@ -143,8 +137,8 @@ def texts(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
     return [[t for a in one for t in [*drafted_chain(a)[: a.accepted], a.bonus]] for one in outcomes]
 
 
-def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
-    """Tokens of chains that held, a verify."""
+def mean_accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
+    """Accepted tokens per verify of a chain."""
     rounds = [a for one in outcomes for a in one if a.drafted is not None]
     return sum(a.accepted for a in rounds) / len(rounds)
 
@@ -170,7 +164,7 @@ def test_text_with_any_head_equals_that_of_the_target(
 def test_garbage_chains_do_not_change_the_text(
     target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch, temp: float, requests: int
 ) -> None:
-    """Nothing, garbage, tokens that nobody has, or the end of the text in the middle."""
+    """Empty chains, random tokens, ids outside the vocabulary, or EOS in the middle."""
 
     def garbage(self: HeadDraft, depth: int) -> Steps[Continuation]:
         draws = np.random.default_rng(len(self._tokens))
@@ -185,44 +179,44 @@ def test_garbage_chains_do_not_change_the_text(
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_head_with_the_targets_logits_is_right_within_its_vocabulary(target: LoadedModel, temp: float) -> None:
-    """At a temperature too: its noise is the target's, by the target's names of tokens."""
+    """At a temperature, too: its noise is the target's, by the target's token ids."""
     head = token_head(target)
     known = set(head.vocabulary.ids.tolist())  # type: ignore[union-attr]
     rounds = [a for one in run(target, drafter(head, target), temp, 4) for a in one if drafted_chain(a)]
     missed = [a for a in rounds if a.accepted < len(drafted_chain(a))]
     assert len(rounds) > 12 and sum(a.accepted for a in rounds) > len(rounds)
-    assert sum(a.bonus in known for a in missed) <= 1  # its attention is to itself all but exactly
+    assert sum(a.bonus in known for a in missed) <= 1  # its attention to itself is not quite exact
 
 
-@pytest.mark.parametrize("made", [feature_head, recurrent_head, block_feature_head])
+@pytest.mark.parametrize("make_head", [feature_head, recurrent_head, block_feature_head])
 def test_head_uses_the_features_of_the_right_tokens(
-    target: LoadedModel, made: Heads, monkeypatch: pytest.MonkeyPatch
+    target: LoadedModel, make_head: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One token deep the head knows the text from the row alone; from none, or the row before it, it does not."""
-    fresh = accepted(run(target, drafter(made(target), target), 0.0, 4))
-    zeroed = made(target)
-    as_ever = zeroed.fuse
-    monkeypatch.setattr(zeroed, "fuse", lambda rows: mx.zeros_like(as_ever(rows)))
-    stale = made(target)
+    """These heads predict one token from its row alone, but not from zeros or from the row before it."""
+    fresh = mean_accepted(run(target, drafter(make_head(target), target), 0.0, 4))
+    zeroed = make_head(target)
+    original = zeroed.fuse
+    monkeypatch.setattr(zeroed, "fuse", lambda rows: mx.zeros_like(original(rows)))
+    stale = make_head(target)
     fuse = stale.fuse
     monkeypatch.setattr(stale, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
     assert fresh > 0.45
-    assert accepted(run(target, drafter(zeroed, target), 0.0, 4)) < 0.3
-    assert accepted(run(target, drafter(stale, target), 0.0, 4)) < fresh - 0.3
+    assert mean_accepted(run(target, drafter(zeroed, target), 0.0, 4)) < 0.3
+    assert mean_accepted(run(target, drafter(stale, target), 0.0, 4)) < fresh - 0.3
 
 
-@pytest.mark.parametrize("made", [random_head, mtp_head, latent_head, parallel_head, *BLOCKS])
-def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedModel, made: Heads) -> None:
-    """Over many rounds, in company: what was drafted leaves nothing behind, and no row is lost or read twice."""
-    head = made(target)
-    own, held = drafter(head, target), open_kv_cache(target)
-    assert isinstance(held, FlatKVCache)
-    held.tap_hidden_states(HiddenStates(target.model, head.points, head.fuse))
-    slots = [CacheSlot(target, held, [50 + n, 60, *range(70, 90)], SamplingParams()) for n in range(3)]
-    followers = [own.open_draft(SamplingParams()) for _ in slots]
-    heard: list[list[mx.array]] = [[] for _ in slots]
-    for slot, follower, rows in zip(slots, followers, heard, strict=True):
-        slot.listener = lambda at, new, f=follower, r=rows: (f.add_features(at, new), r.append(new))
+@pytest.mark.parametrize("make_head", [random_head, mtp_head, latent_head, parallel_head, *BLOCKS])
+def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedModel, make_head: Heads) -> None:
+    """Over several rounds of several requests: drafts leave no trace, and no row is lost or read twice."""
+    head = make_head(target)
+    own, kv_cache = drafter(head, target), open_kv_cache(target)
+    assert isinstance(kv_cache, FlatKVCache)
+    kv_cache.tap_hidden_states(HiddenStates(target.model, head.points, head.fuse))
+    slots = [CacheSlot(target, kv_cache, [50 + n, 60, *range(70, 90)], SamplingParams()) for n in range(3)]
+    drafts = [own.open_draft(SamplingParams()) for _ in slots]
+    received: list[list[mx.array]] = [[] for _ in slots]
+    for slot, draft, rows in zip(slots, drafts, received, strict=True):
+        slot.listener = lambda at, new, f=draft, r=rows: (f.add_features(at, new), r.append(new))
     begin_forward([], [PrefillChunk(slot, 10) for slot in slots]).commit()
     begin_forward([], [PrefillChunk(slot, 11) for slot in slots]).commit()
     draws = np.random.default_rng(7)
@@ -237,20 +231,20 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
                     chain[-1] = (chain[-1] + 1) % 258
             chains.append((tuple(chain), k))
         some = [n for n in range(3) if draws.random() < 0.8]
-        continuations([followers[n].set_text(slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some])
+        continuations([drafts[n].set_text(slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some])
         outputs = begin_forward(
             [VerifyInput(slot, chain) for slot, (chain, _) in zip(slots, chains, strict=True)]
         ).commit()
         assert [said(v).accepted for v in outputs] == [k for _, k in chains]
-    continuations([f.set_text(s.tokens) for f, s in zip(followers, slots, strict=True)], [2, 3, 1])
-    for slot, follower, rows in zip(slots, followers, heard, strict=True):
+    continuations([f.set_text(s.tokens) for f, s in zip(drafts, slots, strict=True)], [2, 3, 1])
+    for slot, draft, rows in zip(slots, drafts, received, strict=True):
         features = mx.concatenate(rows)
-        assert len(follower.tree.pairs) == len(slot.tokens) - 1 == features.shape[0]
+        assert len(draft.tree.pairs) == len(slot.tokens) - 1 == features.shape[0]
         fresh = HeadDrafter(head, target.vocab_size)
         again = fresh.open_draft(SamplingParams())
         again.add_features(0, features)
         continuations([again.set_text(slot.tokens)], [1])
-        for mine, true in zip(layers_of(follower), layers_of(again), strict=True):
+        for mine, true in zip(layers_of(draft), layers_of(again), strict=True):
             for a, b in zip(mine, true, strict=True):
                 assert float(mx.abs(a - b).max().item()) < 1e-3
 
@@ -264,37 +258,35 @@ def test_recurrent_head_depends_only_on_the_newest_row(target: LoadedModel) -> N
     head = recurrent_head(target)
     own, fresh = drafter(head, target), drafter(head, target)
     draws = np.random.default_rng(5)
-    follower, text = own.open_draft(SamplingParams()), [3]
+    draft, text = own.open_draft(SamplingParams()), [3]
     for _ in range(12):
         count = int(draws.integers(1, 5))
         features = head.fuse(mx.array(draws.standard_normal((count, 64)).astype(np.float32)))
-        follower.add_features(len(text) - 1, features)
+        draft.add_features(len(text) - 1, features)
         text += draws.integers(0, 258, count).tolist()
-        assert follower.features.count == 1
+        assert draft.features.count == 1
         if draws.random() < 0.7:
             again = fresh.open_draft(SamplingParams())
             again.add_features(len(text) - 2, features[-1:])
-            chain, other = (
-                continuations([f.set_text(text)], [3])[0].chain for d, f in ((own, follower), (fresh, again))
-            )
+            chain, other = (continuations([f.set_text(text)], [3])[0].chain for d, f in ((own, draft), (fresh, again)))
             assert chain == other and len(chain) == 3
             again.close(discard=True)
 
 
-def test_head_restarts_behind_a_gap_in_its_rows(target: LoadedModel) -> None:
+def test_head_restarts_after_a_gap_in_its_rows(target: LoadedModel) -> None:
     own = drafter(random_head(target), target)
-    follower, text = own.open_draft(SamplingParams()), list(range(5, 45))
+    draft, text = own.open_draft(SamplingParams()), list(range(5, 45))
 
     def chain(count: int) -> tuple[int, ...]:
-        return continuations([follower.set_text(text[:count])], [2])[0].chain
+        return continuations([draft.set_text(text[:count])], [2])[0].chain
 
-    follower.add_features(0, mx.ones((9, 64)))
-    assert len(chain(10)) == 2 and len(follower.tree.pairs) == 9
-    assert chain(10) == () and chain(12) == ()  # nothing new, and not heard of
-    follower.add_features(20, mx.ones((4, 64)))
-    assert len(chain(25)) == 2 and len(follower.tree.pairs) == 4
-    follower.close(discard=True)
-    follower.add_features(24, mx.ones((1, 64)))
+    draft.add_features(0, mx.ones((9, 64)))
+    assert len(chain(10)) == 2 and len(draft.tree.pairs) == 9
+    assert chain(10) == () and chain(12) == ()  # no new token, and one without its row
+    draft.add_features(20, mx.ones((4, 64)))
+    assert len(chain(25)) == 2 and len(draft.tree.pairs) == 4
+    draft.close(discard=True)
+    draft.add_features(24, mx.ones((1, 64)))
     assert chain(26) == () and not own.kv_cache._sequences
 
 
@@ -302,14 +294,14 @@ def test_only_the_newest_rows_are_kept_while_nothing_is_drafted(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = drafter(random_head(target), target)
-    follower = own.open_draft(SamplingParams())
+    draft = own.open_draft(SamplingParams())
     text = [n % 250 for n in range(MAX_BUFFERED + 300)]
     for at in range(0, len(text) - 1, 100):
-        follower.add_features(at, mx.ones((min(100, len(text) - 1 - at), 64)))
-    assert MAX_BUFFERED // 2 <= follower.features.count <= MAX_BUFFERED
+        draft.add_features(at, mx.ones((min(100, len(text) - 1 - at), 64)))
+    assert MAX_BUFFERED // 2 <= draft.features.count <= MAX_BUFFERED
     monkeypatch.setattr(own, "context_length", 1 << 20)
-    assert len(continuations([follower.set_text(text)], [1])[0].chain) == 1
-    assert len(follower.tree.pairs) >= MAX_BUFFERED // 2
+    assert len(continuations([draft.set_text(text)], [1])[0].chain) == 1
+    assert len(draft.tree.pairs) >= MAX_BUFFERED // 2
 
 
 def test_non_finite_rows_end_only_the_drafting(
@@ -327,17 +319,19 @@ def test_failed_text_of_a_batch_does_not_affect_the_others(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = drafter(token_head(target), target)
-    followers = [own.open_draft(SamplingParams()) for _ in range(2)]
-    chains = [follower.set_text([5, 6, 7, 8]) for follower in followers]
-    followers[0].add_features(0, mx.full((3, 64), mx.nan))
-    followers[1].add_features(0, mx.zeros((3, 64)))
+    drafts = [own.open_draft(SamplingParams()) for _ in range(2)]
+    chains = [draft.set_text([5, 6, 7, 8]) for draft in drafts]
+    drafts[0].add_features(0, mx.full((3, 64), mx.nan))
+    drafts[1].add_features(0, mx.zeros((3, 64)))
     found = continuations(chains, [3, 3])
     assert isinstance(found[0], ModelFault) and len(found[1].chain) == 3
-    followers[1].add_features(3, mx.zeros((1, 64)))
-    assert len(continuations([followers[1].set_text([5, 6, 7, 8, 9])], [3])[0].chain) == 3
+    drafts[1].add_features(3, mx.zeros((1, 64)))
+    assert len(continuations([drafts[1].set_text([5, 6, 7, 8, 9])], [3])[0].chain) == 3
 
 
-def test_wrong_pairing_of_rows_and_tokens_raises_a_doubt(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_pairing_of_rows_and_tokens_causes_a_warning(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = measure_agreement(feature_head(target), target)
     assert right.own > max(right.others["tokens one further on"], right.others["tokens one further back"]) + 0.1
     assert right.warning == "" == measure_agreement(token_head(target), target).warning
@@ -348,7 +342,7 @@ def test_wrong_pairing_of_rows_and_tokens_raises_a_doubt(target: LoadedModel, mo
     assert "one further back" in measure_agreement(shifted, target).warning
 
 
-def test_wrong_anchor_of_blocks_raises_a_doubt(target: LoadedModel) -> None:
+def test_wrong_anchor_of_blocks_causes_a_warning(target: LoadedModel) -> None:
     assert measure_agreement(block_feature_head(target), target).warning == ""
     other = measure_agreement(block_feature_head(target, sample_from_anchor=False), target)
     assert "with the first token drafted by the last one's own row" in other.warning
@@ -377,17 +371,17 @@ def test_an_eagle3_head_without_its_own_output_layer_needs_the_whole_target(
 
 def test_residual_chain_of_a_head_is_proposed_as_certain(target: LoadedModel) -> None:
     own = drafter(token_head(target), target)
-    follower = own.open_draft(SamplingParams(temp=0.8, seed=3, rule="residual"))
-    follower.add_features(0, mx.zeros((3, 64)))
-    (found,) = continuations([follower.set_text([5, 6, 7, 8])], [3])
+    draft = own.open_draft(SamplingParams(temp=0.8, seed=3, rule="residual"))
+    draft.add_features(0, mx.zeros((3, 64)))
+    (found,) = continuations([draft.set_text([5, 6, 7, 8])], [3])
     assert len(found.chain) == 3 and found.q is None
 
 
 def test_penalties_count_the_drafted_chain(target: LoadedModel) -> None:
     own = drafter(token_head(target), target)
     free, bound = own.open_draft(SamplingParams()), own.open_draft(SamplingParams(repetition_penalty=50.0))
-    for follower in (free, bound):
-        follower.add_features(0, mx.zeros((3, 64)))
+    for draft in (free, bound):
+        draft.add_features(0, mx.zeros((3, 64)))
     lines: list[Any] = [free.set_text([5, 6, 7, 8]), bound.set_text([5, 6, 7, 8])]
     plain, other = continuations(lines, [18, 18])
     assert len(set(other.chain) - {5, 6, 7, 8}) == 18 and other.chain != plain.chain

@@ -22,7 +22,7 @@ PROMPT = np.array([1, 4, 2], np.int32)
 
 
 def answer(sampling: SamplingParams, verify: Verify) -> Any:
-    """What the target says to this verify, whose base_len and request are filled in."""
+    """The target's answer to `verify`, whose base_len and request are filled in."""
     link = FakeLink("target-0")
     worker = TargetWorker(link, markov(TABLE))  # type: ignore[arg-type]
     answered(worker, link, [Open("r", 0, 0, PROMPT, sampling)])
@@ -36,8 +36,8 @@ def verify(chain: tuple[int, ...], q: SparseQ | None = None, parents: tuple[int,
 def test_tokens_without_a_q_were_chosen_with_certainty() -> None:
     for token in range(6):
         certain = answer(RESIDUAL, verify((token,)))
-        told = answer(RESIDUAL, verify((token,), one_hot([token])))
-        assert isinstance(certain, Outcome) and (certain.accepted, certain.bonus) == (told.accepted, told.bonus)
+        explicit = answer(RESIDUAL, verify((token,), one_hot([token])))
+        assert isinstance(certain, Outcome) and (certain.accepted, certain.bonus) == (explicit.accepted, explicit.bonus)
 
 
 def test_drawn_tokens_are_accepted_by_their_q() -> None:

@@ -1,4 +1,4 @@
-"""Long prompts are read in pieces while others decode: each lengthens a forward by half a step.
+"""Long prompts are read in pieces while other requests decode: each piece lengthens a forward by half a step.
 
 The clock simulates a machine whose forward takes BASE_MS plus EACH_MS per token.
 """
@@ -29,43 +29,43 @@ DECODING, LONG = 8, 900
 BASE_MS, SAMPLING = 8.0, SamplingParams(temp=1.0, seed=4)
 
 Fed = list[tuple[int, int]]
-"""Of each forward: how many requests decode in it, and how many tokens of prompts it reads."""
+"""For each forward: how many requests decode in it, and how many tokens of prompts it reads."""
 
 
 class Machine:
-    """A target with 8 requests that decode, on a clock of its own."""
+    """A target worker with 8 decoding requests, on a simulated clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, each_ms: float) -> None:
         self.fed: Fed = []
         self._now_ns = 0
         self.disturbed_ms = 0.0
 
-        def counted(
+        def timed_forward(
             inputs: Sequence[VerifyInput], chunks: Sequence[PrefillChunk] = (), after: BatchForward | None = None
         ) -> BatchForward:
             read = sum(chunk.count for chunk in chunks)
             self.fed.append((len(inputs), read))
             forward = begin_forward(inputs, chunks, after)
-            settle = forward.commit
+            plain_commit = forward.commit
 
             def commit() -> list[VerifyOutput | OutriderError]:
-                self._pass(BASE_MS + self.disturbed_ms + each_ms * (len(inputs) + read))
-                return settle()
+                self._advance(BASE_MS + self.disturbed_ms + each_ms * (len(inputs) + read))
+                return plain_commit()
 
             monkeypatch.setattr(forward, "commit", commit)
             return forward
 
-        monkeypatch.setattr(model_runner, "begin_forward", counted)
+        monkeypatch.setattr(model_runner, "begin_forward", timed_forward)
         monkeypatch.setattr("outrider.protocol.clock.now", lambda: self._now_ns)
         self.link = FakeLink("target-0", deque())
-        monkeypatch.setattr(self.link, "poll", self._pass)
+        monkeypatch.setattr(self.link, "poll", self._advance)
         self.worker = TargetWorker(self.link, markov(TABLE))  # type: ignore[arg-type]
         for name in map(str, range(DECODING)):
-            self.exchange(opened(name, 3), turns=5)
+            self.exchange(open_request(name, 3), turns=5)
             self.exchange(Verify(name, 0, 1, 4, Autonomous(10_000)), turns=5)
         self.exchange(turns=20)
 
-    def _pass(self, milliseconds: float) -> None:
+    def _advance(self, milliseconds: float) -> None:
         self._now_ns += int(1e6 * milliseconds)
 
     def exchange(self, *messages: Message, turns: int) -> list[Any]:
@@ -74,7 +74,7 @@ class Machine:
     def read(self, *names: str) -> Fed:
         """The forwards from these prompts' arrival to their first tokens."""
         before = len(self.fed)
-        self.exchange(*(opened(name, LONG) for name in names), turns=0)
+        self.exchange(*(open_request(name, LONG) for name in names), turns=0)
         first: set[str] = set()
         while first != set(names):
             found = self.exchange(turns=1)
@@ -82,12 +82,12 @@ class Machine:
         return self.fed[before:]
 
 
-def opened(name: str, length: int) -> Open:
+def open_request(name: str, length: int) -> Open:
     return Open(name, 0, 0, np.ones(length, np.int32), SAMPLING)
 
 
 def step_ms(each_ms: float) -> float:
-    """What a plain step of those who decode takes."""
+    """The time of a plain step of all decoding requests."""
     return BASE_MS + each_ms * DECODING
 
 
@@ -105,10 +105,10 @@ def test_prompt_piece_takes_about_half_a_step_per_reading_request(start: Start, 
     found = start(each_ms).read(*"abc"[:newcomers])
     beside = [(inputs, read) for inputs, read in found if read]
     assert sum(read for _, read in beside) == newcomers * (LONG - 1)
-    assert all(inputs >= DECODING for inputs, _ in beside)  # nobody is left out of a forward for it
+    assert all(inputs >= DECODING for inputs, _ in beside)  # every decoding request takes part in each forward
     most = max(newcomers * step_ms(each_ms) / each_ms / 2, MIN_CHUNK_TOKENS)
     assert max(read for _, read in beside) <= 1.1 * most
-    assert max(read for _, read in beside) >= 0.9 * most  # nor is the newcomer kept waiting for nothing
+    assert max(read for _, read in beside) >= 0.9 * most  # pieces are as long as they may be
 
 
 def test_prompt_without_decoding_requests_is_read_in_full_pieces(start: Start) -> None:
@@ -124,7 +124,7 @@ def test_prompts_come_first_while_more_requests_wait_than_decode(start: Start) -
 
 
 def test_request_between_two_verifies_counts_as_decoding(start: Start) -> None:
-    """Between an outcome and the next VERIFY nobody has anything to feed; the words come during the next forward."""
+    """Between an outcome and the next VERIFY it has nothing to feed; the VERIFY comes during the next forward."""
     machine = start(0.25)
     machine.exchange(*(Halt(str(name), 0) for name in range(DECODING)), turns=20)
     beside = machine.read("a")
@@ -133,7 +133,7 @@ def test_request_between_two_verifies_counts_as_decoding(start: Start) -> None:
 
 
 def test_pieces_at_most_double_after_a_disturbed_step(start: Start) -> None:
-    """A disturbed step stays in the average for a while: beside it a piece seems to have cost nothing."""
+    """A slow step stays in the average for a while, and compared with it a piece seems to cost nothing."""
     machine = start(0.25)
     machine.disturbed_ms = 20 * BASE_MS
     machine.exchange(turns=2)

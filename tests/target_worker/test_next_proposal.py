@@ -24,22 +24,22 @@ LENGTH = 12
 
 
 def target_text(count: int = LENGTH) -> list[int]:
-    """What the target says by itself."""
-    worker, link = opened()
+    """The text of plain decoding."""
+    worker, link = open_worker()
     link.inbox.append(Verify("r", 0, 1, len(PROMPT) + 1, Autonomous(count - 1)))
-    return [answer.bonus for answer in answers(worker, link)]
+    return [answer.bonus for answer in run_worker(worker, link)]
 
 
-def opened(prompt: Any = PROMPT, eos: tuple[int, ...] = ()) -> tuple[TargetWorker, FakeLink]:
+def open_worker(prompt: Any = PROMPT, eos: tuple[int, ...] = ()) -> tuple[TargetWorker, FakeLink]:
     link = FakeLink("target-0", deque([Open("r", 0, 0, prompt, SamplingParams(), eos)]))
     ngrams = InProcessDrafters({NGRAM: NgramDrafter()})
     worker = TargetWorker(link, markov(TABLE), ngrams)  # type: ignore[arg-type]
-    answers(worker, link)
+    run_worker(worker, link)
     return worker, link
 
 
-def answers(worker: TargetWorker, link: FakeLink) -> list[Any]:
-    """Lets the worker run until it would wait."""
+def run_worker(worker: TargetWorker, link: FakeLink) -> list[Any]:
+    """Lets the worker run until it would wait; returns all that it has sent."""
     try:
         while worker.turn():
             pass
@@ -56,13 +56,13 @@ TEXT = target_text()
 
 
 def test_prepared_branch_is_verified_as_the_next_round() -> None:
-    worker, link = opened()
+    worker, link = open_worker()
     wrong = (TEXT[2] + 1) % 6
     link.inbox += [
         Verify("r", 0, 1, len(PROMPT) + 1, DraftTokens((TEXT[1], wrong))),
         prepare(1, Branch((TEXT[1],), ()), Branch((TEXT[1], TEXT[2]), (TEXT[3], TEXT[4]))),
     ]
-    _, first, second = answers(worker, link)
+    _, first, second = run_worker(worker, link)
     assert (first.accepted, first.bonus, first.next_proposal) == (1, TEXT[2], DraftTokens((TEXT[3], TEXT[4])))
     assert (second.round, second.base_len, second.accepted, second.bonus) == (2, len(PROMPT) + 3, 2, TEXT[5])
     assert second.next_proposal is None
@@ -79,53 +79,53 @@ def test_prepared_branch_is_verified_as_the_next_round() -> None:
     ],
 )
 def test_branch_for_another_outcome_round_epoch_or_request_is_ignored(stale: Prepare) -> None:
-    worker, link = opened()
+    worker, link = open_worker()
     link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1), stale]
-    found = answers(worker, link)
+    found = run_worker(worker, link)
     assert len(found) == 2 and found[-1].next_proposal is None
 
 
 @pytest.mark.parametrize("left", [1, 2, 3, 9])
-def test_after_another_outcome_ngrams_are_verified_if_they_may_be(left: int) -> None:
-    """The chain is as long as it is worth its rows, and as the request leaves room for."""
+def test_ngrams_are_verified_after_another_outcome_if_allowed(left: int) -> None:
+    """The chain is as long as its tokens are worth their rows and the request has room."""
     repeated = np.array([*PROMPT, *TEXT, *TEXT], np.int32)
-    worker, link = opened(repeated)
+    worker, link = open_worker(repeated)
     (first,) = link.sent
     free, missed = (0.0,) * 6, prepare(1, Branch(((first.bonus + 1) % 6,), (0,)))
     link.inbox += [Verify("r", 0, 1, len(repeated) + 1), replace(missed, row_costs=free, max_tokens=left)]
-    _, outcome, *following = answers(worker, link)
+    _, outcome, *following = run_worker(worker, link)
     if left == 1:
         assert outcome.next_proposal is None and not following
         return
     assert outcome.next_proposal is not None and len(outcome.next_proposal.chain) == min(left - 2, 5)
     assert (following[0].round, following[0].base_len) == (2, len(repeated) + 2)
 
-    worker, link = opened(repeated)
+    worker, link = open_worker(repeated)
     link.inbox += [Verify("r", 0, 1, len(repeated) + 1), replace(missed, row_costs=(0.0, 9.0), max_tokens=left)]
-    assert answers(worker, link)[1].next_proposal == DraftTokens(), "no token is worth its row"
+    assert run_worker(worker, link)[1].next_proposal == DraftTokens(), "no token is worth its row"
 
 
 def test_nothing_follows_an_end_token() -> None:
-    worker, link = opened(eos=(TEXT[1],))
+    worker, link = open_worker(eos=(TEXT[1],))
     link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1), replace(prepare(1), row_costs=(0.0, 0.0), max_tokens=9)]
-    assert answers(worker, link)[-1].next_proposal is None
+    assert run_worker(worker, link)[-1].next_proposal is None
 
 
 def test_repeated_verify_is_answered_with_all_outcomes_since() -> None:
-    worker, link = opened()
+    worker, link = open_worker()
     link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1), prepare(1, Branch((TEXT[1],), (TEXT[2],)))]
-    before = answers(worker, link)
+    before = run_worker(worker, link)
     link.sent.clear()
     link.inbox.append(Verify("r", 0, 1, len(PROMPT) + 1))
-    assert answers(worker, link) == before[1:]
+    assert run_worker(worker, link) == before[1:]
 
 
 def test_request_closed_during_a_verify_sends_no_outcome() -> None:
-    worker, link = opened()
+    worker, link = open_worker()
     link.inbox += [
         Verify("r", 0, 1, len(PROMPT) + 1),
         Close("r"),
         prepare(1, Branch((TEXT[1],), (TEXT[2],))),
     ]
-    found: list[Message] = answers(worker, link)
-    assert sum(isinstance(message, Outcome) for message in found) == 1, "that of the prompt"
+    found: list[Message] = run_worker(worker, link)
+    assert sum(isinstance(message, Outcome) for message in found) == 1, "only that of the prompt"

@@ -31,12 +31,12 @@ class WorkerUnderTest:
         answered(self.worker, self.link, ())
 
     def exchange(self, *messages: Any, turns: int = 1000) -> list[Any]:
-        """What the worker answers to these in so many turns, or until it would wait."""
+        """Returns the worker's answers to `messages`, after `turns` of its loop or when it would wait."""
         return answered(self.worker, self.link, messages, turns)
 
 
 def plain(number: int, room: int = 50, request: str = "r") -> Verify:
-    """Plain rounds from this one on, all rounds before having been plain."""
+    """A VERIFY that begins plain rounds with round `number`; all rounds before it were plain, too."""
     return Verify(request, 0, number, START + number - 1, Autonomous(room))
 
 
@@ -44,7 +44,7 @@ TEXT = [answer.bonus for answer in WorkerUnderTest().exchange(plain(1, 20))]
 
 
 def is_plain_text(answers: list[Any]) -> bool:
-    """One token a round, all of them the target's, no round twice or left out."""
+    """Whether each round has one token, the target's own, and no round is repeated or left out."""
     return [(a.round, a.bonus) for a in answers] == [(n, t) for n, t in enumerate(TEXT[: len(answers)], start=1)]
 
 
@@ -131,8 +131,8 @@ def test_rounds_of_one_request_do_not_starve_plain_rounds_of_another() -> None:
     before = len(worker_under_test.link.sent)
     for round_number in range(1, 6):
         worker_under_test.exchange(Verify("s", 0, round_number, START + round_number - 1), turns=3)
-    told = [a.request for a in list(worker_under_test.link.sent)[before:]]
-    assert told.count("r") >= 4 and told.count("s") == 5
+    requests = [a.request for a in list(worker_under_test.link.sent)[before:]]
+    assert requests.count("r") >= 4 and requests.count("s") == 5
 
 
 def test_prompt_of_a_closed_request_is_never_read() -> None:
@@ -165,8 +165,8 @@ def test_repeated_verify_does_not_end_plain_rounds(turns: int, repeated: Verify)
     worker_under_test = WorkerUnderTest()
     found = worker_under_test.exchange(plain(1, 10), turns=turns) + worker_under_test.exchange(repeated)
     assert not [a for a in found if isinstance(a, Resync)]
-    told = {a.round: a.bonus for a in found if a.round > 0}
-    assert told == dict(enumerate(TEXT[:10], start=1))
+    bonuses = {a.round: a.bonus for a in found if a.round > 0}
+    assert bonuses == dict(enumerate(TEXT[:10], start=1))
 
 
 def test_a_repeated_verify_of_the_last_round_is_answered_again() -> None:

@@ -37,18 +37,20 @@ def worker(model: LoadedModel, counted_clock: None) -> tuple[TargetWorker, FakeL
     return worker, link
 
 
-def opened(name: str, tokens: Sequence[int], wanted: int | None = TOP, round_: int = 0, generated: int = 0) -> Open:
+def open_request(
+    name: str, tokens: Sequence[int], wanted: int | None = TOP, round_: int = 0, generated: int = 0
+) -> Open:
     sampling = SamplingParams(temp=0.8, seed=3, repetition_penalty=1.3, prompt_logprobs=wanted)
     return Open(name, 0, round_, np.array(tokens, np.int32), sampling, generated=generated)
 
 
-def found(told: Sequence[Any]) -> dict[str, Logprobs | None]:
-    return {one.request: one.prompt_logprobs for one in told if isinstance(one, Outcome)}
+def prompt_logprobs_of(answers: Sequence[Any]) -> dict[str, Logprobs | None]:
+    return {one.request: one.prompt_logprobs for one in answers if isinstance(one, Outcome)}
 
 
 def check(model: LoadedModel, tokens: Sequence[int], rows: Logprobs | None) -> None:
     assert rows is not None and rows.ids[:, 0].tolist() == list(tokens[1:])
-    if len(tokens) == 1:  # which nothing predicts
+    if len(tokens) == 1:  # the first token has none
         return
     logits = np.array(model.model(mx.array([tokens]))[0, :-1], np.float64)
     own = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -57,21 +59,21 @@ def check(model: LoadedModel, tokens: Sequence[int], rows: Logprobs | None) -> N
 
 
 def test_prompt_logprobs_are_those_of_one_forward(model: LoadedModel, worker: tuple[TargetWorker, FakeLink]) -> None:
-    """Beside texts that decode, in pieces, and twice, though the prompt cache knows the prompt the second time."""
-    answered(*worker, [opened("decodes", [7, 8, 9], None)])
+    """Beside a decoding request, in pieces, and again when the prompt cache has the prompt."""
+    answered(*worker, [open_request("decodes", [7, 8, 9], None)])
     answered(*worker, [Verify("decodes", 0, 1, 4, Autonomous(10_000))], turns=3)
     for turn in "ab":
-        told: dict[str, Logprobs | None] = {}
-        messages = [opened(name + turn, tokens) for name, tokens in PROMPTS.items()]
-        told |= found(answered(*worker, messages, turns=60))
+        answers: dict[str, Logprobs | None] = {}
+        messages = [open_request(name + turn, tokens) for name, tokens in PROMPTS.items()]
+        answers |= prompt_logprobs_of(answered(*worker, messages, turns=60))
         for name, tokens in PROMPTS.items():
-            check(model, tokens, told[name + turn])
+            check(model, tokens, answers[name + turn])
         answered(*worker, [Close(name + turn) for name in PROMPTS], turns=3)
 
 
 def test_only_requests_that_ask_get_prompt_logprobs(worker: tuple[TargetWorker, FakeLink]) -> None:
-    messages = [opened("plain", SYSTEM, None), opened("again", SYSTEM[::-1], TOP, round_=4, generated=9)]
-    assert found(answered(*worker, messages)) == {"plain": None, "again": None}
+    messages = [open_request("plain", SYSTEM, None), open_request("again", SYSTEM[::-1], TOP, round_=4, generated=9)]
+    assert prompt_logprobs_of(answered(*worker, messages)) == {"plain": None, "again": None}
     assert not worker[0]._running["again"].slot.prompt_logprobs  # nor are they computed
 
 
@@ -79,8 +81,8 @@ def test_request_that_begins_again_before_its_first_token_gets_prompt_logprobs(
     model: LoadedModel, worker: tuple[TargetWorker, FakeLink]
 ) -> None:
     """Its OPEN was lost, or the target was replaced while it read the prompt."""
-    told = found(answered(*worker, [opened("again", SYSTEM, round_=1)]))
-    check(model, SYSTEM, told["again"])
+    answers = prompt_logprobs_of(answered(*worker, [open_request("again", SYSTEM, round_=1)]))
+    check(model, SYSTEM, answers["again"])
 
 
 def test_prompt_logprobs_survive_a_failed_forward(
@@ -94,7 +96,7 @@ def test_prompt_logprobs_survive_a_failed_forward(
         return forward(self, feeds)
 
     monkeypatch.setattr(FlatKVCache, "forward", fails)
-    told = found(answered(*worker, [opened(name, tokens) for name, tokens in PROMPTS.items()]))
+    answers = prompt_logprobs_of(answered(*worker, [open_request(name, tokens) for name, tokens in PROMPTS.items()]))
     assert not failures
     for name, tokens in PROMPTS.items():
-        check(model, tokens, told[name])
+        check(model, tokens, answers[name])

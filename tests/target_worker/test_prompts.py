@@ -43,7 +43,7 @@ def model(tiny_model: Callable[..., Path]) -> LoadedModel:
 
 
 class WorkerUnderTest:
-    """A worker, what it answers, and how many tokens its model was fed."""
+    """A target worker, all its answers, and what they say about the prompt cache."""
 
     def __init__(self, model: LoadedModel, *begin: Any) -> None:
         self.link = FakeLink("target-0")
@@ -52,42 +52,44 @@ class WorkerUnderTest:
         self.exchange(*begin)
 
     def exchange(self, *messages: Any, turns: int = 1000) -> list[Any]:
-        told = answered(self.worker, self.link, messages, turns)
-        self.answers += told
-        return told
+        answers = answered(self.worker, self.link, messages, turns)
+        self.answers += answers
+        return answers
 
-    def told(self, kind: type) -> dict[str, Any]:
+    def by_request(self, kind: type) -> dict[str, Any]:
+        """The last answer of this class to each request."""
         return {answer.request: answer for answer in self.answers if isinstance(answer, kind)}
 
     @property
     def cached(self) -> dict[str, int]:
-        told = [answer for answer in self.answers if isinstance(answer, Prefilled)]
-        return {answer.request: answer.cached for answer in told if answer.cached}
+        answers = [answer for answer in self.answers if isinstance(answer, Prefilled)]
+        return {answer.request: answer.cached for answer in answers if answer.cached}
 
     @property
     def use(self) -> CacheUse:
         return [answer for answer in self.answers if isinstance(answer, CacheReport)][-1].use
 
 
-def asked(request: str, tokens: Sequence[int]) -> Open:
+def open_request(request: str, tokens: Sequence[int]) -> Open:
     return Open(request, 0, 0, np.array(tokens, np.int32), SamplingParams(max_tokens=8, temp=0.8, seed=3))
 
 
 @pytest.fixture(scope="module")
 def bonus(model: LoadedModel) -> Callable[[Sequence[int]], int]:
-    """What a worker without a cache says."""
+    """`bonus(tokens)`: the first token of a worker without a prompt cache."""
     cold = WorkerUnderTest(model)
 
-    def said(tokens: Sequence[int]) -> int:
-        (outcome,) = [told for told in cold.exchange(Close("r"), asked("r", tokens)) if isinstance(told, Outcome)]
+    def first_token(tokens: Sequence[int]) -> int:
+        answers = cold.exchange(Close("r"), open_request("r", tokens))
+        (outcome,) = [answer for answer in answers if isinstance(answer, Outcome)]
         return outcome.bonus
 
-    return said
+    return first_token
 
 
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of each forward."""
+    """The number of tokens of each forward."""
     counts: list[int] = []
     forward = FlatKVCache.forward
 
@@ -103,40 +105,40 @@ def test_shared_prefix_of_concurrent_prompts_is_read_once(model: LoadedModel, bo
     prompts = {f"r{n}": [*SYSTEM, *range(20 + n, 30 + 2 * n)] for n in range(5)}
     worker_under_test = WorkerUnderTest(model, ROOM)
     fed.clear()
-    worker_under_test.exchange(*(asked(name, tokens) for name, tokens in prompts.items()))
+    worker_under_test.exchange(*(open_request(name, tokens) for name, tokens in prompts.items()))
     assert sum(fed) < len(SYSTEM) + 5 * 20
     assert worker_under_test.cached.keys() == prompts.keys() - {"r0"} and min(worker_under_test.cached.values()) >= len(
         SYSTEM
     )
-    said = {name: outcome.bonus for name, outcome in worker_under_test.told(Outcome).items()}
-    assert said == {name: bonus(tokens) for name, tokens in prompts.items()}
+    bonuses = {name: outcome.bonus for name, outcome in worker_under_test.by_request(Outcome).items()}
+    assert bonuses == {name: bonus(tokens) for name, tokens in prompts.items()}
 
 
 @pytest.mark.parametrize("turns", [0, 1])
 def test_waiting_request_continues_where_a_closed_reader_left_off(model: LoadedModel, bonus: Bonus, turns: int) -> None:
     worker_under_test, other = WorkerUnderTest(model, ROOM), [*SYSTEM, 9]
-    worker_under_test.exchange(asked("gone", [*SYSTEM, 5, 6, 7]), asked("stays", other), turns=turns)
+    worker_under_test.exchange(open_request("gone", [*SYSTEM, 5, 6, 7]), open_request("stays", other), turns=turns)
     worker_under_test.exchange(Close("gone"))
-    assert worker_under_test.told(Outcome)["stays"].bonus == bonus(other)
+    assert worker_under_test.by_request(Outcome)["stays"].bonus == bonus(other)
     assert worker_under_test.cached == ({"stays": 512} if turns else {})
 
 
 def test_prompt_cache_evicts_for_texts_and_accounts_for_its_bytes(model: LoadedModel) -> None:
-    """Entries leave for running texts and for newer ones; what running ones reserve is free when they end."""
+    """Entries are evicted for running texts and for newer entries; running texts free their reservation at the end."""
     each = TargetWorker(FakeLink("t"), model).kv  # type: ignore[arg-type]
     worker_under_test = WorkerUnderTest(model, KvMemory(each.of(1000)))
     for n in range(6):
-        worker_under_test.exchange(asked(f"r{n}", SYSTEM[40 * n : 40 * n + 300]))
+        worker_under_test.exchange(open_request(f"r{n}", SYSTEM[40 * n : 40 * n + 300]))
         worker_under_test.exchange(Close(f"r{n}"))
         assert worker_under_test.use.bytes == each.of(300) * worker_under_test.use.entries <= each.of(1000)
     assert worker_under_test.use.entries == 3
-    worker_under_test.exchange(asked("long", [7] * 900))
+    worker_under_test.exchange(open_request("long", [7] * 900))
     assert worker_under_test.use.entries == 0
     worker_under_test.exchange(Close("long"))
     assert worker_under_test.use.entries == 1
     worker_under_test.exchange(KvMemory(each.of(1000), prompt_cache=False))
     assert worker_under_test.use.entries == 0 and worker_under_test.use.bytes == 0
-    worker_under_test.exchange(asked("again", [7] * 900))
+    worker_under_test.exchange(open_request("again", [7] * 900))
     assert not worker_under_test.cached
 
 
@@ -146,58 +148,59 @@ def test_prompt_of_a_failed_request_is_not_cached(
     worker_under_test, prompt = WorkerUnderTest(model, ROOM), [*SYSTEM[:60], 5]
     with monkeypatch.context() as broken:
         broken.setattr("outrider.engine.verify.BatchForward._choose_group", lambda *_: mx.full((1,), -1, mx.int32))
-        worker_under_test.exchange(asked("bad", prompt))
-    assert "NaN or infinite" in worker_under_test.told(Fault)["bad"].message
-    worker_under_test.exchange(asked("good", prompt))
-    assert not worker_under_test.cached and worker_under_test.told(Outcome)["good"].bonus == bonus(prompt)
+        worker_under_test.exchange(open_request("bad", prompt))
+    assert "NaN or infinite" in worker_under_test.by_request(Fault)["bad"].message
+    worker_under_test.exchange(open_request("good", prompt))
+    assert not worker_under_test.cached and worker_under_test.by_request(Outcome)["good"].bonus == bonus(prompt)
 
 
 def test_prefix_that_can_not_be_copied_ends_only_the_request_that_needs_it(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when memory runs short while another text lends its rows."""
-    worker_under_test, prompt = WorkerUnderTest(model, ROOM, asked("first", [*SYSTEM[:60], 5])), [*SYSTEM[:60], 9]
+    """Such as when memory is short while the rows of another running text are copied."""
+    worker_under_test = WorkerUnderTest(model, ROOM, open_request("first", [*SYSTEM[:60], 5]))
+    prompt = [*SYSTEM[:60], 9]
     with monkeypatch.context() as broken:
         broken.setattr(FlatKVCache, "segment", lambda *_: mx.zeros(-1))
-        worker_under_test.exchange(asked("second", prompt), Close("first"))
-    assert "copying from the prompt cache failed" in worker_under_test.told(Fault)["second"].message
-    worker_under_test.exchange(asked("third", prompt))
-    assert "third" in worker_under_test.told(Outcome) and not worker_under_test.cached
+        worker_under_test.exchange(open_request("second", prompt), Close("first"))
+    assert "copying from the prompt cache failed" in worker_under_test.by_request(Fault)["second"].message
+    worker_under_test.exchange(open_request("third", prompt))
+    assert "third" in worker_under_test.by_request(Outcome) and not worker_under_test.cached
 
 
 def test_reopened_request_reads_only_new_tokens(model: LoadedModel) -> None:
     worker_under_test, tokens = WorkerUnderTest(model, ROOM), [*SYSTEM[:200], 4]
-    worker_under_test.exchange(asked("r", tokens))
+    worker_under_test.exchange(open_request("r", tokens))
     anew = Open("r", 1, 3, np.array([*tokens, 8, 9], np.int32), SamplingParams(max_tokens=8))
     worker_under_test.exchange(anew)
     assert worker_under_test.cached == {"r": 201}
 
 
 def test_finished_and_cancelled_requests_free_all_their_rows(model: LoadedModel) -> None:
-    """The short form of `tests.harness.soak`: every place, and every byte that is not an entry's."""
+    """A short form of `tests.harness.soak`: every row is freed, and every byte that is not a cache entry's."""
     draws, each = random.Random(1), TargetWorker(FakeLink("t"), model).kv  # type: ignore[arg-type]
     worker_under_test, running = WorkerUnderTest(model, KvMemory(each.of(1000))), deque[str]()
     for number in range(40):
         tokens = SYSTEM[draws.choice((0, number)) :][: draws.randint(1, 120)]
         running.append(f"r{number}")
-        worker_under_test.exchange(asked(running[-1], tokens), turns=draws.randint(0, 3))
+        worker_under_test.exchange(open_request(running[-1], tokens), turns=draws.randint(0, 3))
         if len(running) > draws.randint(0, 4):
             worker_under_test.exchange(Close(running.popleft()), turns=1)
     worker_under_test.exchange(*(Close(name) for name in running))
-    assert not worker_under_test.told(Fault) and 0 < worker_under_test.use.bytes <= each.of(1000)
-    worker_under_test.exchange(asked("long", [7] * 990))
-    assert worker_under_test.use.bytes == 0, "nobody but this one has reserved anything"
+    assert not worker_under_test.by_request(Fault) and 0 < worker_under_test.use.bytes <= each.of(1000)
+    worker_under_test.exchange(open_request("long", [7] * 990))
+    assert worker_under_test.use.bytes == 0, "only this request has reserved memory"
     worker_under_test.exchange(Close("long"), KvMemory(0))
     assert not any(worker_under_test.worker._kv_cache.state()), "every row was given back"
 
 
-def test_request_behind_one_that_is_read_elsewhere_leaves_the_worker_idle(model: LoadedModel) -> None:
-    """It waits for a common prefix that a prefill worker may read: until then there is nothing to do."""
+def test_request_that_waits_for_a_prefix_read_elsewhere_leaves_the_worker_idle(model: LoadedModel) -> None:
+    """It waits for a common prefix that a prefill worker may read; until then the worker has nothing to do."""
     link = FakeLink("target-0")
     worker = TargetWorker(link, model)  # type: ignore[arg-type]
     link.inbox.append(ROOM)
     for name in ("read-elsewhere", "waits"):
-        link.inbox.append(replace(asked(name, SYSTEM), offered=True))
+        link.inbox.append(replace(open_request(name, SYSTEM), offered=True))
         with pytest.raises(Idle):
             for _ in range(20):
                 worker.turn()
@@ -206,17 +209,17 @@ def test_request_behind_one_that_is_read_elsewhere_leaves_the_worker_idle(model:
 def test_lost_close_of_a_request_that_is_read_elsewhere_stalls_no_other(
     model: LoadedModel, bonus: Bonus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing more comes about it, so the request that waits for it asks it to read itself; then it is closed."""
+    """No message about it follows. When the waiting request's VERIFY is repeated, the target reads the prefix."""
     virtual = VirtualClock()
     monkeypatch.setattr(clock, "now", virtual)
     worker_under_test = WorkerUnderTest(model, ROOM)
     for name in ("lost", "waits"):
-        worker_under_test.exchange(replace(asked(name, SYSTEM), offered=True))
-    worker_under_test.exchange(Verify("waits", 0, 0, len(SYSTEM)))  # at once: the first one may still be read
-    assert not worker_under_test.told(Outcome)
+        worker_under_test.exchange(replace(open_request(name, SYSTEM), offered=True))
+    worker_under_test.exchange(Verify("waits", 0, 0, len(SYSTEM)))  # a prefill worker may still read the first one
+    assert not worker_under_test.by_request(Outcome)
     virtual.skip(clock.OUTCOME_TIMEOUT_NS)
     worker_under_test.exchange(Verify("waits", 0, 0, len(SYSTEM)))
-    assert worker_under_test.told(Outcome)["waits"].bonus == bonus(SYSTEM)
+    assert worker_under_test.by_request(Outcome)["waits"].bonus == bonus(SYSTEM)
     assert worker_under_test.cached["waits"] == len(SYSTEM) - 1
 
 
@@ -226,21 +229,23 @@ def test_request_that_waits_for_a_prefill_worker_is_closed_after_long_silence(
     virtual = VirtualClock()
     monkeypatch.setattr(clock, "now", virtual)
     worker_under_test = WorkerUnderTest(model, ROOM)
-    worker_under_test.exchange(replace(asked("lost", SYSTEM), offered=True))
+    worker_under_test.exchange(replace(open_request("lost", SYSTEM), offered=True))
     virtual.skip(clock.IDLE_REQUEST_TIMEOUT_NS)
-    worker_under_test.exchange(asked("next", SYSTEM[::-1]))
+    worker_under_test.exchange(open_request("next", SYSTEM[::-1]))
     assert list(worker_under_test.worker._running) == ["next"]
 
 
 def test_rest_of_a_prompt_that_waited_for_a_prefix_is_offered_to_prefill_workers(
     model: LoadedModel, bonus: Bonus
 ) -> None:
-    """Else one would read what the target reads itself."""
+    """Otherwise a prefill worker would read what the target reads itself."""
     worker_under_test, rest = WorkerUnderTest(model, ROOM), [*SYSTEM, *range(20, 60)]
-    worker_under_test.exchange(asked("reads", SYSTEM), replace(asked("stays", rest), offered=True), turns=1)
-    assert "stays" not in worker_under_test.told(Prefilled), "nobody is to read the common part for it"
+    worker_under_test.exchange(
+        open_request("reads", SYSTEM), replace(open_request("stays", rest), offered=True), turns=1
+    )
+    assert "stays" not in worker_under_test.by_request(Prefilled), "no prefill worker may read the common part"
     worker_under_test.exchange()
-    assert worker_under_test.told(Prefilled)["stays"].done >= len(SYSTEM) - 1
-    assert "stays" not in worker_under_test.told(Outcome), "it waits for the orchestrator's decision"
+    assert worker_under_test.by_request(Prefilled)["stays"].done >= len(SYSTEM) - 1
+    assert "stays" not in worker_under_test.by_request(Outcome), "it waits for the orchestrator's decision"
     worker_under_test.exchange(Verify("stays", 0, 0, len(rest), DraftTokens()))
-    assert worker_under_test.told(Outcome)["stays"].bonus == bonus(rest)
+    assert worker_under_test.by_request(Outcome)["stays"].bonus == bonus(rest)

@@ -1,4 +1,4 @@
-"""Ranks find each other, must be of the same kind, and end together."""
+"""Ranks find each other, must run the same model and releases, and end together."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ TIMEOUT_S = 0.4
 PAIRS = f"""
 import contextlib, pytest, time
 from outrider.target_worker import rank_link
-from tests.target_worker.test_ranks import meet, two
+from tests.target_worker.test_ranks import join, connected_ranks
 
 rank_link.HEARTBEAT_INTERVAL_MS, rank_link.HEARTBEAT_TIMEOUT_MS, lost = 100, {round(1000 * TIMEOUT_S)}, set()
 rank_link.RankLink._exit_after_loss = lambda link: lost.add(link)
 with contextlib.ExitStack() as stack:
     for _ in range(5):
-        meet(*stack.enter_context(two(pytest.MonkeyPatch())))
+        join(*stack.enter_context(connected_ranks(pytest.MonkeyPatch())))
         time.sleep(0.03)
     time.sleep({TIMEOUT_S})  # until they have sent pings
     print("all", flush=True)
@@ -47,8 +47,8 @@ HELLO = RankHello(0, 2, "studio", "outrider 1, mlx 2", "abc")
 FOUND = replace(HELLO, found="a vocabulary of 10, texts share a forward")
 
 
-class Collective:
-    """What the first of two says the second hears."""
+class FakeCollective:
+    """Stands in for the collective of a pair of ranks: the second receives what the first broadcasts."""
 
     size = 2
 
@@ -63,20 +63,22 @@ class Collective:
 
 
 @contextmanager
-def two(monkeypatch: pytest.MonkeyPatch, strangers: Sequence[bytes] = ()) -> Iterator[tuple[RankLeader, RankMember]]:
-    """Both, the second let in; before it come `strangers` who say this."""
+def connected_ranks(
+    monkeypatch: pytest.MonkeyPatch, unrelated: Sequence[bytes] = ()
+) -> Iterator[tuple[RankLeader, RankMember]]:
+    """A leader and a member. Before the member connects, unrelated connections send `unrelated`."""
     monkeypatch.setattr("outrider.target_worker.ranks.own_address", lambda: "127.0.0.1")
     words = queue.Queue[bytes]()
-    first: Any = Collective(0, words)
-    second: Any = Collective(1, words)
+    first: Any = FakeCollective(0, words)
+    second: Any = FakeCollective(1, words)
     with closing(RankLeader(first)) as leader:
-        for sent in strangers:
+        for sent in unrelated:
             _, _, port = leader._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")
-            with socket.create_connection(("127.0.0.1", int(port))) as stranger:
-                stranger.settimeout(LIMIT)
-                stranger.sendall(sent)
+            with socket.create_connection(("127.0.0.1", int(port))) as connection:
+                connection.settimeout(LIMIT)
+                connection.sendall(sent)
                 with suppress(ConnectionError):
-                    stranger.recv(1)  # until it was accepted, and perhaps closed
+                    connection.recv(1)  # until it was accepted, and perhaps closed
         with closing(RankMember(second)) as member:
             try:
                 yield leader, member
@@ -96,20 +98,20 @@ def test_host_whose_name_has_no_address_is_explained(monkeypatch: pytest.MonkeyP
         own_address()
 
 
-def meet(leader: RankLeader, member: RankMember) -> None:
+def join(leader: RankLeader, member: RankMember) -> None:
     member.send(HELLO)
     leader._socket.recv_multipart()
     assert leader._joined.acquire(timeout=LIMIT)
 
 
-def die(line: RankLink) -> None:
-    """What the system does with a process's connections."""
-    line.expect_end()
-    line._socket.close(linger=0)
+def die(link: RankLink) -> None:
+    """Closes the connection as the system does when a process dies."""
+    link.expect_end()
+    link._socket.close(linger=0)
 
 
 def test_rank_of_the_same_kind_is_admitted_and_receives_broadcasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with two(monkeypatch) as (leader, member):
+    with connected_ranks(monkeypatch) as (leader, member):
         entering = threading.Thread(target=member.enter, args=(replace(HELLO, rank=1, host="book"),))
         entering.start()
         leader.admit(HELLO)
@@ -135,22 +137,22 @@ def test_rank_of_the_same_kind_is_admitted_and_receives_broadcasts(monkeypatch: 
     ],
 )
 def test_rank_of_another_kind_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch, sent: Any, why: str) -> None:
-    with two(monkeypatch) as (leader, member):
+    with connected_ranks(monkeypatch) as (leader, member):
         member.send(sent)
         with pytest.raises(WorkerError, match=why):
             leader.admit(HELLO)
 
 
 def test_ranks_with_different_model_abilities_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with two(monkeypatch) as (leader, member):
+    with connected_ranks(monkeypatch) as (leader, member):
         member.send(replace(FOUND, rank=1, found="a vocabulary of 10, texts have separate forwards"))
         with pytest.raises(WorkerError, match=r"abilities of the model: .* on machines of the same kind"):
             leader.receive_hellos(FOUND)
 
 
 def test_assure_returns_once_all_ranks_have_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    with two(monkeypatch) as (leader, member):
-        meet(leader, member)
+    with connected_ranks(monkeypatch) as (leader, member):
+        join(leader, member)
         asking = threading.Thread(target=leader.check_ranks)
         asking.start()
         assert member.receive() == [Ping(0)] and asking.is_alive()
@@ -171,8 +173,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_rank_ends_when_the_other_rank_is_lost(
     monkeypatch: pytest.MonkeyPatch, ended: threading.Event, goes: str
 ) -> None:
-    with two(monkeypatch) as (leader, member):
-        meet(leader, member)
+    with connected_ranks(monkeypatch) as (leader, member):
+        join(leader, member)
         going = leader if goes == "first" else member
         die(going)
         assert ended.wait(LIMIT)
@@ -192,22 +194,22 @@ def test_rank_0_that_can_not_be_reached_is_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("outrider.target_worker.ranks.CONNECT_TIMEOUT_SECONDS", 0.2)
     (port,), words = free_ports(1), queue.Queue[bytes]()
     words.put(json.dumps(["127.0.0.1", port, zmq.curve_keypair()[0].decode()]).encode())
-    alone: Any = Collective(1, words)
+    alone: Any = FakeCollective(1, words)
     with pytest.raises(WorkerError, match=r"rank 0 can't be reached at 127\.0\.0\.1; expected an address"):
         RankMember(alone)
 
 
 def test_unrelated_connections_are_ignored(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
-    with two(monkeypatch, (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 16)) as (leader, member):
-        meet(leader, member)
+    with connected_ranks(monkeypatch, (b"", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 16)) as (leader, member):
+        join(leader, member)
         assert not ended.is_set()
         die(member)
         assert ended.wait(LIMIT)
 
 
 def test_orderly_shutdown_is_not_a_loss(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
-    with two(monkeypatch) as (leader, member):
-        meet(leader, member)
+    with connected_ranks(monkeypatch) as (leader, member):
+        join(leader, member)
         ending = threading.Thread(target=leader.close)
         ending.start()
         assert member.receive() == [Shutdown()]

@@ -1,6 +1,6 @@
 """A difference by rounding is a tie, at every temperature and with every filter; any other is a mismatch.
 
-OUTRIDER_FUZZ=20000 judges that many positions of each kind; the usual number is for every day.
+`OUTRIDER_FUZZ=20000` tests 50 times as many positions as the default, 400.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SHAPES = {
 }
 
 
-def places(dtype: mx.Dtype, seed: int) -> Iterator[tuple[mx.array, mx.array, list[int]]]:
-    """Logits of a position, the same with each a step of its format off or not, and the tokens before it."""
+def random_positions(dtype: mx.Dtype, seed: int) -> Iterator[tuple[mx.array, mx.array, list[int]]]:
+    """Yields logits, the same with each moved by at most one step of the format, and the tokens before them."""
     random = np.random.default_rng(seed)
     for position in range(4, 4 + POSITIONS):
         size = random.choice([4.0, 12.0, 40.0])  # where steps are small and where they are large
@@ -54,22 +54,22 @@ def test_rounding_step_in_every_logit_is_a_tie(dtype, shape):
     for number, temp in enumerate(TEMPERATURES):
         params = replace(SHAPES[shape], temp=temp)
         sampler = Sampler(params, VOCABULARY, normalised=temp == 0)
-        for logits, moved, tokens in places(dtype, number):
+        for logits, moved, tokens in random_positions(dtype, number):
             found = judge(logits, tokens, sampler, chosen(moved, tokens, sampler))
             assert found is None or is_tie(found), (temp, found)
             ties += found is not None
-    assert ties or dtype != mx.bfloat16, "or nothing was tried"
+    assert ties or dtype != mx.bfloat16, "no rounding step changed a choice"
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_token_chosen_from_other_logits_is_a_mismatch(dtype, shape):
-    """Each the choice by other logits: a token that these hold possible, and most often none that rounding gives."""
+    """It is a possible token, but its score is rarely near the best one's."""
     wrong = caught = 0
     for number, temp in enumerate(TEMPERATURES):
         params = replace(SHAPES[shape], temp=temp)
         sampler = Sampler(params, VOCABULARY, normalised=temp == 0)
-        for logits, _, tokens in places(dtype, number):
+        for logits, _, tokens in random_positions(dtype, number):
             token = chosen(logits[:, ::-1], tokens, sampler)
             found = judge(logits, tokens, sampler, token)
             wrong += found is not None
@@ -80,7 +80,7 @@ def test_token_chosen_from_other_logits_is_a_mismatch(dtype, shape):
 @pytest.mark.parametrize("temp", TEMPERATURES)
 @pytest.mark.parametrize(("gap", "tied"), [(0.2, True), (0.4, False)])
 def test_margin_is_measured_in_logits_at_every_temperature(temp, gap, tied):
-    """Two steps of bfloat16 near 20 are 0.25: what a step each way can do to two logits, before any division by T."""
+    """Near 20 a step of bfloat16 is 0.125. Rounding moves each of two logits by up to one, before the division by T."""
     params = SamplingParams(temp=temp, seed=1)
     sampler = Sampler(params, VOCABULARY, normalised=temp == 0)
     noise = np.array(sampler.noise_at(3)) if temp else np.zeros(VOCABULARY)
@@ -100,7 +100,7 @@ def test_token_far_outside_a_filter_has_no_margin():
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_token_that_the_model_excludes_has_no_margin(temp: float) -> None:
-    """As by an output layer for part of the vocabulary, which gives the other tokens a logit of -inf."""
+    """Such as by an output layer for part of the vocabulary, which gives all other tokens a logit of -inf."""
     logits = mx.where(mx.arange(8) == 3, -mx.inf, mx.arange(8.0))[None]
     found = judge(logits, [1, 2], Sampler(SamplingParams(temp=temp, seed=1), 8), 3)
     assert found is not None and found.margin is None and not is_tie(found)

@@ -1,4 +1,4 @@
-"""The target worker receives trees, or its own drafter builds them: the text is its own, outcomes name the branch."""
+"""Trees that the target worker receives, or that its own drafter builds, change no text; outcomes name the branch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,10 @@ from outrider.protocol.trees import tree_fault
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered, drafted_chain
-from tests.target_worker.heads import drafter, markov_llama, token_head
+from tests.target_worker.heads import drafter, token_head
 from tests.target_worker.test_in_process_head import LENGTH, PROMPTS, run
 
 Alone = Callable[[float, int], list[list[int]]]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return markov_llama(tmp_path_factory.mktemp("markov"))
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +33,18 @@ def alone(target: LoadedModel) -> Alone:
 
 
 def tokens_of(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
-    """The tokens of outcomes whose trees the target itself has told."""
-    return [[token for a in one for token in (*held(a, drafted_chain(a)), a.bonus)] for one in outcomes]
+    """The tokens of outcomes that report their own trees."""
+    return [[token for a in one for token in (*accepted_tokens(a, drafted_chain(a)), a.bonus)] for one in outcomes]
 
 
-def held(outcome: Outcome, tokens: Sequence[int]) -> list[int]:
+def accepted_tokens(outcome: Outcome, tokens: Sequence[int]) -> list[int]:
     path = range(outcome.accepted) if outcome.path is None else outcome.path
     assert len(path) == outcome.accepted
     return [tokens[node] for node in path]
 
 
-def forked(chain: Sequence[int], draws: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A tree with `chain` in it, not first, among garbage, unknown ids and EOS."""
+def tree_with(chain: Sequence[int], draws: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A tree that contains `chain`, not necessarily first, among random tokens, unknown ids and EOS."""
     nodes: dict[tuple[int, int], int] = {}  # by parent and token
 
     def add(parent: int, token: int) -> int:
@@ -80,7 +75,7 @@ def test_received_and_prepared_trees_do_not_change_the_text(
     answered(worker, link, ())
     paths = 0
     for _ in range(3):
-        words: list[Any] = []
+        messages: list[Any] = []
         trees = {}
         for number, truth in enumerate(truths):
             running = worker._running[str(number)]
@@ -88,19 +83,19 @@ def test_received_and_prepared_trees_do_not_change_the_text(
             rest = truth[at - len(PROMPTS[number]) :]
             right = draws.randint(0, 3)
             chain = [*rest[:right], (rest[right] + 1) % 258]
-            tokens, parents = forked(chain, draws)
-            nexts, behind = forked(rest[right + 1 : right + 3], draws)
+            tokens, parents = tree_with(chain, draws)
+            next_tokens, next_parents = tree_with(rest[right + 1 : right + 3], draws)
             committed = tuple(rest[: right + 1])
             place = str(number), 0, running.round + 1, at
-            words += [Verify(*place, DraftTokens(tokens, parents))]
-            words += [Prepare(*place, ((9, 9), committed), ((), nexts), ((), behind))]
-            trees[str(number), running.round + 1], trees[str(number), running.round + 2] = tokens, nexts
-        found = answered(worker, link, words)
+            messages += [Verify(*place, DraftTokens(tokens, parents))]
+            messages += [Prepare(*place, ((9, 9), committed), ((), next_tokens), ((), next_parents))]
+            trees[str(number), running.round + 1], trees[str(number), running.round + 2] = tokens, next_tokens
+        found = answered(worker, link, messages)
         assert len(found) == 2 * requests
         for outcome in found:
             running, tokens = worker._running[outcome.request], trees[outcome.request, outcome.round]
             own = running.slot.tokens[outcome.base_len : outcome.base_len + outcome.accepted]
-            assert held(outcome, tokens) == own
+            assert accepted_tokens(outcome, tokens) == own
             paths += outcome.path is not None
             following = outcome.next_proposal
             assert following is None or following.chain == trees.get((outcome.request, outcome.round + 1))
@@ -120,7 +115,7 @@ def test_in_process_drafter_may_return_trees(
 
     def in_trees(self: HeadDraft, depth: int) -> Steps[Continuation]:
         one = yield from drafted(self, depth)
-        tokens, parents = forked(one.chain, draws)
+        tokens, parents = tree_with(one.chain, draws)
         return Continuation(tokens, parents=parents)
 
     plain = run(target, drafter(token_head(target), target), temp, requests)
@@ -137,11 +132,11 @@ def test_invalid_tree_ends_only_its_request(target: LoadedModel, alone: Alone) -
     worker = TargetWorker(link, target)  # type: ignore[arg-type]
     answered(worker, link, ())
     chain = tuple(alone(0.0, 2)[1][1:3])
-    words = [
+    messages = [
         Verify("0", 0, 1, len(PROMPTS[0]) + 1, DraftTokens((4, 4), (-1, -1))),
         Verify("1", 0, 1, len(PROMPTS[1]) + 1, DraftTokens(chain)),
     ]
-    fault_, outcome = answered(worker, link, words)
+    fault_, outcome = answered(worker, link, messages)
     assert "follows node -1 of a tree twice" in fault_.message
     assert (outcome.request, outcome.accepted) == ("1", 2)
 
