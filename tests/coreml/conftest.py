@@ -45,10 +45,10 @@ SIZES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Bench:
-    """A model on disk, the package made of it, and ways to run both.
+class Converted:
+    """A model on disk, the package converted from it, and ways to run both.
 
-    `twin`: an MLX checkpoint of the package's own numbers, where they are not the model's.
+    `twin`: an MLX checkpoint with the package's quantised weights, if they are quantised.
     """
 
     model_path: Path
@@ -68,17 +68,17 @@ class Bench:
         return model
 
     def mlx_logits(self, tokens: list[int], dtype: mx.Dtype = mx.float32) -> NDArray[np.float32]:
-        """[len(tokens), vocab] from one full run."""
+        """MLX's logits [len(tokens), vocab], from one forward."""
         return np.array(self.mlx(dtype)(mx.array([tokens]))[0].astype(mx.float32))
 
     def logits(self, tokens: list[int]) -> NDArray[np.float32]:
-        """The same from the package, teacher-forced through every function with logits in turn."""
+        """The package's logits [len(tokens), vocab]; its functions with logits take turns."""
         host = self.host()
-        line, rows, turn = CoreMLKVRows(host), [], 0
+        kv_rows, rows, turn = CoreMLKVRows(host), [], 0
         scored = [function for function in host.layout.functions if function.logits]
-        while line.length < len(tokens):
+        while kv_rows.length < len(tokens):
             function = scored[turn % len(scored)]
-            fresh = line.read(tokens[line.length : line.length + function.rows], function)
+            fresh = kv_rows.read(tokens[kv_rows.length : kv_rows.length + function.rows], function)
             assert fresh.logits is not None
             rows.append(fresh.logits)
             turn += 1
@@ -87,7 +87,7 @@ class Bench:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreted() -> Iterator[None]:
-    """The interpreter stands in for Core ML, here and in processes that tests start. It reads coremltools' packages."""
+    """Replaces Core ML by the interpreter, here and in processes that tests start. It reads coremltools' packages."""
     if find_spec("coremltools") is None:
         pytest.skip("coremltools is not installed: it has no wheels for this Python or this system")
     with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +98,7 @@ def _interpreted() -> Iterator[None]:
 
 @pytest.fixture
 def good_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each trial ends well at once, without a process of its own."""
+    """Lets each trial succeed at once, without a process of its own."""
 
     def try_out(package: Package, units: str) -> TrialResult:
         return TrialResult(package.options, package.manifest.key, units, GOOD)
@@ -108,7 +108,7 @@ def good_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _read_once() -> Iterator[None]:
-    """A package's file is parsed once for all interpreters, as long as it is the same."""
+    """Parses each package's file once for all interpreters, unless it changes."""
     known: dict[tuple[Path, int, int], SavedModel] = {}
     read = mil_program.read
 
@@ -127,23 +127,23 @@ def _read_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def bench(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
-    """`bench(family, mode="stateless", weights="fp16", context=256, **config) -> Bench`."""
+def converted(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Converted]:
+    """`converted(family, mode="stateless", weights="fp16", context=256, **config) -> Converted`."""
     root = tmp_path_factory.mktemp("packages")
-    made: dict[str, Bench] = {}
+    made: dict[str, Converted] = {}
 
     def make(
         family: str = "llama", mode: str = "stateless", weights: str = "fp16", context: int = CONTEXT, **config: Any
-    ) -> Bench:
+    ) -> Converted:
         sizes = {**SIZES, **config}
-        settings = {**tiny.BASE, **tiny.FAMILIES[family], **sizes}  # a default that is given makes no other package
+        settings = {**tiny.BASE, **tiny.FAMILIES[family], **sizes}  # so that passing a default makes no second package
         key = json.dumps([family, mode, weights, context, settings], sort_keys=True)
         if key not in made:
             model = tiny_model(family, **sizes)
             directory = root / str(len(made))
             twin = root / f"{len(made)}-twin" if weights in ("int8", "int4") else None
             convert(model, directory, Options(Mode(mode), weights, context), mlx_out=twin)
-            made[key] = Bench(model, open_package(directory, source=model), twin)
+            made[key] = Converted(model, open_package(directory, source=model), twin)
         return made[key]
 
     return make
@@ -151,7 +151,7 @@ def bench(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def figure(record_property: Callable[[str, object], None]) -> Callable[[str, float], None]:
-    """`figure(name, value)`: a number a test found, for `figures.py` beside this file to print."""
+    """`figure(name, value)`: records a number that a test measured; `figures.py` in this folder prints it."""
     return lambda name, value: record_property(f"figure:{name}", float(value))
 
 

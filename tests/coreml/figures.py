@@ -1,6 +1,6 @@
 """Prints the Core ML drafter's figures that need no Mac: `python -m tests.coreml.figures [--convert fp16 int8 int4]`.
 
-Runs the tests that hold them and prints what they found; with --convert also makes a package of Qwen2.5-0.5B's shapes
+Runs the tests that measure them and prints the results. With --convert it also makes a package of Qwen2.5-0.5B's shapes
 (random bfloat16 weights) in a process of its own, and prints its time and peak memory.
 """
 
@@ -38,7 +38,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         if options.convert:
             model = Path(directory) / "model"
-            # In a process of its own: a child's peak begins at what its parent's was.
+            # In a process of its own, since the peak memory of a child begins with that of its parent.
             maker = get_context("spawn").Process(target=write_model, args=(model, "qwen2", 0), kwargs=QWEN)
             maker.start()
             maker.join()
@@ -54,9 +54,9 @@ def _tests() -> int:
         line = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "-o", "junit_family=xunit1", *tests]
         done = subprocess.run(line, cwd=ROOT, check=False)
         found: dict[str, list[float]] = defaultdict(list)
-        for told in ElementTree.parse(report).iter("property"):
-            if told.attrib["name"].startswith("figure:"):
-                found[told.attrib["name"].removeprefix("figure:")].append(float(told.attrib["value"]))
+        for recorded in ElementTree.parse(report).iter("property"):
+            if recorded.attrib["name"].startswith("figure:"):
+                found[recorded.attrib["name"].removeprefix("figure:")].append(float(recorded.attrib["value"]))
     for name, values in sorted(found.items()):
         print(f"| {name} | {min(values):.4g} to {max(values):.4g} | {len(values)} |")
     return done.returncode

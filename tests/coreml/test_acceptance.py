@@ -1,6 +1,6 @@
 """The tiny pair with a Core ML package as drafter, or as reader of prompts for MLX: acceptance is unchanged.
 
-In one process on a virtual clock, so that no drafter is ever late and the same is drafted each time.
+Runs in one process on a virtual clock, so that no drafter is ever late and every run drafts the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEXTS = (
     "class Entry:\n" + "\n".join(f"    def get_{name}(self):\n        return self._{name}\n" for name in NAMES),
 )
 DRAFTERS = ("coreml", "read by the package")
-TEMPS = (0.8,)  # at 0 the whole cluster is asked: test_end_to_end.py
+TEMPS = (0.8,)  # test_end_to_end.py tests temperature 0 with a whole cluster
 every_temp = pytest.mark.parametrize("temp", TEMPS)
 
 
@@ -54,7 +54,10 @@ def drafters(pair: tuple[LoadedModel, LoadedModel], tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="module")
-def ran(pair: tuple[LoadedModel, LoadedModel], drafters: dict[str, Drafter]) -> Callable[[str, str, float], list[Run]]:
+def runs_of(
+    pair: tuple[LoadedModel, LoadedModel], drafters: dict[str, Drafter]
+) -> Callable[[str, str, float], list[Run]]:
+    """`runs_of(drafter, mode, temp)`: the runs of all texts, made once."""
     tokenizer = Tokenizer.from_file(str(Path(tiny_pair()[0]) / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in TEXTS]
     made: dict[tuple[str, str, float], list[Run]] = {}
@@ -74,18 +77,20 @@ def ran(pair: tuple[LoadedModel, LoadedModel], drafters: dict[str, Drafter]) -> 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @every_temp
-def test_text_equals_that_of_the_target(ran: Callable[[str, str, float], list[Run]], drafter: str, temp: float) -> None:
-    alone = [run.tokens for run in ran("none", "ar", temp)]
+def test_text_equals_that_of_the_target(
+    runs_of: Callable[[str, str, float], list[Run]], drafter: str, temp: float
+) -> None:
+    alone = [run.tokens for run in runs_of("none", "ar", temp)]
     assert all(len(tokens) == 40 for tokens in alone)
-    assert [run.tokens for run in ran(drafter, "sd", temp)] == alone  # ssd: test_end_to_end.py
+    assert [run.tokens for run in runs_of(drafter, "sd", temp)] == alone  # ssd: test_end_to_end.py
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @every_temp
 def test_acceptance_equals_that_of_mlx(
-    ran: Callable[[str, str, float], list[Run]], drafter: str, temp: float, figure: Callable[[str, float], None]
+    runs_of: Callable[[str, str, float], list[Run]], drafter: str, temp: float, figure: Callable[[str, float], None]
 ) -> None:
-    found, expected = (acceptance(ran(name, "sd", temp)) for name in (drafter, "mlx"))
+    found, expected = (acceptance(runs_of(name, "sd", temp)) for name in (drafter, "mlx"))
     figure(f"acceptance at temperature {temp}, {drafter}", found)
     figure(f"acceptance at temperature {temp}, mlx", expected)
     assert abs(found - expected) <= 0.02

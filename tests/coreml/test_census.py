@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from outrider.drafters.coreml.package import WEIGHTS_PATH
-from tests.coreml.conftest import Bench
+from tests.coreml.conftest import Converted
 from tests.harness import mil_program
 from tests.harness.mil_program import Constant, SavedFunction, SavedModel
 
@@ -25,9 +25,9 @@ MODES = list(BY_MODE)
 
 
 @pytest.fixture(params=[*((mode, "fp16") for mode in MODES), ("stateless", "int8"), ("hybrid", "int4")], ids="-".join)
-def model(request: pytest.FixtureRequest, bench: Callable[..., Bench]) -> SavedModel:
+def model(request: pytest.FixtureRequest, converted: Callable[..., Converted]) -> SavedModel:
     mode, weights = request.param
-    return mil_program.read(bench("qwen3", mode=mode, weights=weights).package.path)
+    return mil_program.read(converted("qwen3", mode=mode, weights=weights).package.path)
 
 
 def test_package_is_for_ios18_and_has_five_functions(model: SavedModel) -> None:
@@ -65,8 +65,8 @@ def test_integers_occur_only_in_positions(model: SavedModel, request: pytest.Fix
 
 
 @pytest.mark.parametrize("mode", ["hybrid", "onehot"])
-def test_state_dimensions_are_multiples_of_32(bench: Callable[..., Bench], mode: str) -> None:
-    model = mil_program.read(bench("qwen3", mode=mode).package.path)
+def test_state_dimensions_are_multiples_of_32(converted: Callable[..., Converted], mode: str) -> None:
+    model = mil_program.read(converted("qwen3", mode=mode).package.path)
     states = [function.states for function in model.functions.values()]
     assert states[0] and all(other == states[0] for other in states)  # one cache for every function
     for port in states[0]:
@@ -79,11 +79,11 @@ def test_every_projection_is_a_one_by_one_convolution(model: SavedModel) -> None
     kernels = [shapes[str(o.arguments["weight"][0])] for o in function.operations if o.kind == "conv"]
     assert len(kernels) == 15 and all(shape[2:] == (1, 1) for shape in kernels)
     reading = [operation for operation in model.functions["prefill64"].operations if operation.kind == "conv"]
-    assert len(reading) == 7 + 2  # of the last layer, what makes its keys and values
+    assert len(reading) == 7 + 2  # of the last layer only the key and value projections
 
 
-def test_functions_share_their_weights(bench: Callable[..., Bench]) -> None:
-    made = bench("qwen3")
+def test_functions_share_their_weights(converted: Callable[..., Converted]) -> None:
+    made = converted("qwen3")
     model = mil_program.read(made.package.path)
     offsets = {name: _offsets(function) for name, function in model.functions.items()}
     assert offsets["q1"] == offsets["q8"] == offsets["q16"] == offsets["q32"]
@@ -91,8 +91,8 @@ def test_functions_share_their_weights(bench: Callable[..., Bench]) -> None:
     assert made.package.weight_bytes < 2.2 * made.package.manifest.parameters
 
 
-def test_a_wide_vocabulary_is_cut_into_chunks(bench: Callable[..., Bench]) -> None:
-    made = bench("llama", vocab_size=16384 * 2 + 100, num_hidden_layers=1, context=64)
+def test_a_wide_vocabulary_is_cut_into_chunks(converted: Callable[..., Converted]) -> None:
+    made = converted("llama", vocab_size=16384 * 2 + 100, num_hidden_layers=1, context=64)
     model = mil_program.read(made.package.path)
     shapes = [operation.outputs[0].shape for operation in model.functions["q8"].operations if operation.kind == "conv"]
     assert [shape[1] for shape in shapes[-3:]] == [16384, 16384, 100]
@@ -104,8 +104,8 @@ def test_a_wide_vocabulary_is_cut_into_chunks(bench: Callable[..., Bench]) -> No
     assert (found.argmax(-1) == expected.argmax(-1)).all()
 
 
-def test_two_conversions_give_the_same_weights(bench: Callable[..., Bench]) -> None:
-    one, other = bench("llama"), bench("llama", context=65)
+def test_two_conversions_give_the_same_weights(converted: Callable[..., Converted]) -> None:
+    one, other = converted("llama"), converted("llama", context=65)
     name = str(WEIGHTS_PATH)
     assert one.package.manifest.files[name] == other.package.manifest.files[name]
     assert one.package.manifest.source_hash == other.package.manifest.source_hash

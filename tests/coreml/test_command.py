@@ -24,7 +24,7 @@ finally:
     if {"torch", "tensorflow"} & set(sys.modules):
         raise RuntimeError("torch or tensorflow was imported")
 """
-"""The same program, which fails if it has imported one of them at its end."""
+"""The program `outrider`, which fails at its end if it has imported torch or tensorflow."""
 KILLED = """
 import os
 from outrider.drafters.coreml import converter
@@ -32,7 +32,7 @@ from outrider.orchestrator.cli import main
 converter.write_package = lambda *_, **__: os.kill(os.getpid(), 9)
 main()
 """
-"""The same program, killed while it writes the package."""
+"""The program `outrider`, killed while it writes the package."""
 
 
 def test_one_model_makes_one_package_without_torch_or_tensorflow(

@@ -1,4 +1,4 @@
-"""The runtime for Core ML, with a stand-in for compiled models: the interpreter behind their interface."""
+"""The runtime for Core ML, with a fake of coremltools whose compiled models are run by the interpreter."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from outrider.drafters.drafter import make_drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
-from tests.coreml.conftest import Bench
+from tests.coreml.conftest import Converted
 from tests.harness.mil_interpreter import NumpyRuntime
 from tests.slots import open_read
 
 
 class FakeCoreML:
-    """Compiles by noting the path, predicts with the interpreter, holds what it is told to hold."""
+    """A fake of coremltools: records what is compiled and loaded, predicts with the interpreter, raises `error`."""
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
@@ -74,9 +74,9 @@ class FakeCoreML:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, bench: Callable[..., Bench]) -> Iterator[FakeCoreML]:
+def fake(monkeypatch: pytest.MonkeyPatch, converted: Callable[..., Converted]) -> Iterator[FakeCoreML]:
     for mode in ("stateless", "hybrid", "onehot"):
-        bench("llama", mode=mode)  # made with the real coremltools
+        converted("llama", mode=mode)  # made with the real coremltools
     stand_in = FakeCoreML()
     monkeypatch.setattr(runtimes, "import_coremltools", lambda part="": stand_in.module)
     monkeypatch.delenv(runtimes.STAND_IN_VARIABLE)
@@ -85,16 +85,16 @@ def fake(monkeypatch: pytest.MonkeyPatch, bench: Callable[..., Bench]) -> Iterat
     monkeypatch.setattr(runtimes, "os_build", lambda: "24F74")
     yield stand_in
     for mode in ("stateless", "hybrid", "onehot"):
-        compiled = bench("llama", mode=mode).package.path / "compiled-24F74.mlmodelc"
+        compiled = converted("llama", mode=mode).package.path / "compiled-24F74.mlmodelc"
         if compiled.is_dir():
             compiled.rmdir()
 
 
 @pytest.mark.parametrize("mode", ["stateless", "hybrid", "onehot"])
 def test_drafter_on_core_ml_drafts_the_same_as_on_the_interpreter(
-    fake: FakeCoreML, bench: Callable[..., Bench], text: list[int], mode: str
+    fake: FakeCoreML, converted: Callable[..., Converted], text: list[int], mode: str
 ) -> None:
-    made, drafted = bench("llama", mode=mode), []
+    made, drafted = converted("llama", mode=mode), []
     for runtime in (CoreMLRuntime(made.package, "CPU_AND_NE"), NumpyRuntime(made.package.path)):
         drafter = CoreMLDrafter(made.package, runtime)
         tree = open_read(drafter, text[:70], SamplingParams(temp=1.0, seed=3))
@@ -107,29 +107,29 @@ def test_drafter_on_core_ml_drafts_the_same_as_on_the_interpreter(
     assert fake.loaded == [(name, "CPU_AND_NE") for name in ("q1", "q8", "q16", "q32", "prefill64")]
 
 
-def test_a_model_is_compiled_once(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:
-    package = bench("llama").package
+def test_a_model_is_compiled_once(fake: FakeCoreML, converted: Callable[..., Converted]) -> None:
+    package = converted("llama").package
     for _ in range(2):
         CoreMLRuntime(package, "CPU_ONLY", ["q1"])
     assert fake.compiled == [str(package.mlpackage)] and len(fake.loaded) == 2
 
 
 def test_macos_14_has_no_core_ml_for_packages(
-    fake: FakeCoreML, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fake: FakeCoreML, converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its Core ML knows neither functions nor states: nothing is converted or tried, and MLX drafts."""
+    """Its Core ML supports neither functions nor states, so nothing is converted or tried, and MLX drafts."""
     monkeypatch.setattr(runtimes.platform, "mac_ver", lambda: ("14.7.6", ("", "", ""), "arm64"))
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    made, told = bench("llama"), list[str]()
-    assert isinstance(selection.load_drafter(str(made.model_path), told.append), MlxDrafter)
-    assert told[0] == "drafting with MLX instead of Core ML: Core ML runs packages on macOS 15 or newer only"
+    made, messages = converted("llama"), list[str]()
+    assert isinstance(selection.load_drafter(str(made.model_path), messages.append), MlxDrafter)
+    assert messages[0] == "drafting with MLX instead of Core ML: Core ML runs packages on macOS 15 or newer only"
     assert list(tmp_path.iterdir()) == [] and not fake.compiled
     with pytest.raises(DeviceUnavailable, match="macOS 15 or newer"):
         CoreMLRuntime(made.package, "CPU_ONLY")
 
 
 def test_python_without_coremltools_drafts_with_mlx(
-    fake: FakeCoreML, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fake: FakeCoreML, converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As on a Mac with Python 3.14, for which coremltools has no wheels, also with the default settings."""
 
@@ -140,10 +140,12 @@ def test_python_without_coremltools_drafts_with_mlx(
     monkeypatch.setattr(trial, "version", missing)
     monkeypatch.setattr(doctor, "os_build", lambda: "24F74")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    model, told = str(bench("llama").model_path), list[str]()
-    assert isinstance(make_drafter("mlx", model, told.append), MlxDrafter) and "coremltools" not in "".join(told)
-    assert isinstance(make_drafter("coreml", model, told.append), MlxDrafter)
-    assert f"drafting with MLX instead of Core ML: {runtimes.NO_COREMLTOOLS_MESSAGE}" in told
+    model, messages = str(converted("llama").model_path), list[str]()
+    assert isinstance(make_drafter("mlx", model, messages.append), MlxDrafter) and "coremltools" not in "".join(
+        messages
+    )
+    assert isinstance(make_drafter("coreml", model, messages.append), MlxDrafter)
+    assert f"drafting with MLX instead of Core ML: {runtimes.NO_COREMLTOOLS_MESSAGE}" in messages
     assert doctor.create_report(model, try_now=True).placements[-1].note == runtimes.NO_COREMLTOOLS_MESSAGE
 
 
@@ -151,15 +153,15 @@ def test_python_without_coremltools_drafts_with_mlx(
 def test_packages_are_in_the_cache_of_all_other_files_on_a_mac_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And so not in the user's own folders when tests run on a Mac."""
+    """So tests that run on a Mac do not use the user's own folders."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(trial, "os_build", lambda: "24F74")
     trial.TrialStore("digest").add(TrialResult(Options(Mode.STATELESS, "fp16", 64), "key", "CPU_ONLY"))
     assert any((tmp_path / "outrider" / "coreml" / "probes").iterdir())
 
 
-def test_core_ml_exceptions_become_one_line_errors(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:
-    package = bench("llama").package
+def test_core_ml_exceptions_become_one_line_errors(fake: FakeCoreML, converted: Callable[..., Converted]) -> None:
+    package = converted("llama").package
     runtime = CoreMLRuntime(package, "CPU_AND_NE", ["q1"])
     inputs = {
         tensor.name: np.zeros(tensor.shape, np.float32) for tensor in package.layout.inputs(package.layout.functions[0])
@@ -175,66 +177,66 @@ def test_core_ml_exceptions_become_one_line_errors(fake: FakeCoreML, bench: Call
     with pytest.raises(ModelError, match=r"Core ML can't load .* on CPU_ONLY: ANECCompile"):
         CoreMLRuntime(package, "CPU_ONLY")
     with pytest.raises(ModelError, match="Core ML can't compile"):
-        CoreMLRuntime(bench("llama", mode="hybrid").package, "CPU_ONLY")
+        CoreMLRuntime(converted("llama", mode="hybrid").package, "CPU_ONLY")
 
 
 def test_without_core_ml_a_model_uses_mlx_and_a_package_is_refused(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.delenv(runtimes.STAND_IN_VARIABLE)
-    made, told = bench("llama"), list[str]()
+    made, messages = converted("llama"), list[str]()
     with pytest.raises(ModelError, match=runtimes.MACOS_ONLY_MESSAGE):
         open_runtime(made.package, "CPU_AND_NE")
-    assert isinstance(selection.load_drafter(str(made.model_path), told.append), MlxDrafter)
-    assert runtimes.MACOS_ONLY_MESSAGE in told[0] and list(tmp_path.iterdir()) == []
+    assert isinstance(selection.load_drafter(str(made.model_path), messages.append), MlxDrafter)
+    assert runtimes.MACOS_ONLY_MESSAGE in messages[0] and list(tmp_path.iterdir()) == []
     with pytest.raises(ModelError, match=r"newer only.*; give the model that this package was converted from"):
-        selection.load_drafter(str(made.package.path), told.append)
+        selection.load_drafter(str(made.package.path), messages.append)
 
 
 @pytest.mark.usefixtures("good_trials")
 def test_package_is_used_directly_and_a_model_is_converted_first(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    made, told = bench("llama"), list[str]()
+    made, messages = converted("llama"), list[str]()
     for model in (made.package.path, made.model_path):
-        drafter = selection.load_drafter(str(model), told.append)
+        drafter = selection.load_drafter(str(model), messages.append)
         assert isinstance(drafter, CoreMLDrafter) and drafter.backend == "coreml"
-        assert drafter.note == told[-1] == "drafting with Core ML on CPU_AND_NE, stateless fp16, 2.25 ms a token"
+        assert drafter.note == messages[-1] == "drafting with Core ML on CPU_AND_NE, stateless fp16, 2.25 ms a token"
         assert drafter.vocab_size == 512 and drafter.weight_bytes > 0 and drafter.parameters > 0
     assert drafter.context_length == 1024
-    assert "converting the draft for Core ML: building" in told
+    assert "converting the draft for Core ML: building" in messages
 
 
 @pytest.mark.parametrize("works", [True, False])
 def test_probe_decides_between_core_ml_and_mlx(
-    fake: FakeCoreML, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, works: bool
+    fake: FakeCoreML, converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
-    made, told = bench("llama"), list[str]()
+    made, messages = converted("llama"), list[str]()
     row = TrialResult(made.package.options, made.package.manifest.key, "CPU_ONLY")
     chosen = Selection("a sentence", made.package, row) if works else Selection("a sentence")
     monkeypatch.setattr(selection, "select_package", lambda packages, tell: chosen)
     monkeypatch.setattr(selection, "Packages", lambda checkpoint, tell: OnePackage(made.package))
-    drafter = selection.load_drafter(str(made.model_path), told.append)
-    assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter) and told[0] == drafter.note
+    drafter = selection.load_drafter(str(made.model_path), messages.append)
+    assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter) and messages[0] == drafter.note
     assert drafter.note == ("a sentence" if works else "drafting with MLX instead of Core ML: a sentence")
     if works:
         assert fake.loaded[0] == ("q1", "CPU_ONLY")
-        fake.error = Exception("out of memory")  # on another day than the trial's
-        drafter = selection.load_drafter(str(made.model_path), told.append)
+        fake.error = Exception("out of memory")  # although its trial succeeded
+        drafter = selection.load_drafter(str(made.model_path), messages.append)
         assert isinstance(drafter, MlxDrafter) and "out of memory" in drafter.note
         assert drafter.left_out == (drafter.note,)
     with pytest.raises(ModelError, match="give the model that this package was converted from"):
-        selection.load_drafter(str(made.package.path), told.append)
+        selection.load_drafter(str(made.package.path), messages.append)
 
 
-def test_a_trial_of_core_ml_compiles_loads_and_compares(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:
-    found = trial.measure_package(bench("llama", mode="hybrid").package, "CPU_ONLY", 20)
+def test_a_trial_of_core_ml_compiles_loads_and_compares(fake: FakeCoreML, converted: Callable[..., Converted]) -> None:
+    found = trial.measure_package(converted("llama", mode="hybrid").package, "CPU_ONLY", 20)
     assert found.agreement == 1.0 and found.distance < 0.02 and found.fault == "" and found.predictions == 20
     assert len(fake.compiled) == 1 and [name for name, _ in fake.loaded] == ["q1", "q8", "q16", "q32", "prefill64"]
     assert found.engine_share == {}  # the stand-in makes no plans

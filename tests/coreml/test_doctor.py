@@ -1,4 +1,4 @@
-"""What `outrider doctor` renders: one JSON object about the machine and the devices for a drafter."""
+"""What `outrider doctor` reports: one JSON object about the machine and the devices for a drafter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outrider.orchestrator.cli import doctor as doctor_command
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.pairing.model_files import TINY, TINY_TARGET
 from outrider.protocol.errors import ModelError
-from tests.coreml.conftest import GOOD, SIZES, Bench
+from tests.coreml.conftest import GOOD, SIZES, Converted
 from tools import coreml_survey as survey
 
 
@@ -62,7 +62,7 @@ def test_doctor_lists_the_placements_of_a_draft(
     assert before["ONNX Runtime on the CPU"].note == note
     cpu = before["ONNX Runtime on the CPU"]
     assert cpu.usable and (cpu.one_ms or 0) > 0 and (cpu.eight_ms or 0) > 0
-    for try_now in (True, False):  # a later doctor shows what an earlier one has found
+    for try_now in (True, False):  # a later report has the results of an earlier one
         places = doctor.create_report(str(model), try_now).placements
         assert [place.name for place in places] == [
             "ONNX Runtime on the CPU",
@@ -94,21 +94,21 @@ def test_draft_unfit_for_core_ml_still_has_other_placements(
 
 
 def test_trial_results_become_placements(
-    bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    converted: Callable[..., Converted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = bench("llama").package
+    package = converted("llama").package
     monkeypatch.setattr(trial, "os_build", lambda: "24F74")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    packages = Packages(bench("llama").model_path)
+    packages = Packages(converted("llama").model_path)
     monkeypatch.setattr(packages, "is_converted", lambda form: True)
     untried = doctor.measure_core_ml(packages, try_now=False)
     assert [place.usable for place in untried] == [False, False] and "not measured yet" in untried[0].note
-    kept = TrialStore(packages.source_hash)
+    store = TrialStore(packages.source_hash)
     slower = dataclasses.replace(GOOD, ms={name: 2 * ms for name, ms in GOOD.ms.items()})
-    hybrid = bench("llama", mode="hybrid").package
-    kept.add(TrialResult(hybrid.options, hybrid.manifest.key, "CPU_AND_NE", slower))
-    kept.add(TrialResult(package.options, package.manifest.key, "CPU_AND_NE", GOOD))
-    kept.add(TrialResult(package.options, package.manifest.key, "CPU_ONLY", None, "it crashed"))
+    hybrid = converted("llama", mode="hybrid").package
+    store.add(TrialResult(hybrid.options, hybrid.manifest.key, "CPU_AND_NE", slower))
+    store.add(TrialResult(package.options, package.manifest.key, "CPU_AND_NE", GOOD))
+    store.add(TrialResult(package.options, package.manifest.key, "CPU_ONLY", None, "it crashed"))
     engine, other, cpu = doctor.measure_core_ml(packages, try_now=False)
     assert (engine.usable, engine.one_ms, engine.eight_ms, engine.engine_share) == (True, 2.25, 2.5, 0.97)
     assert [place.name for place in (engine, other)] == [
@@ -125,11 +125,11 @@ def test_missing_draft_is_a_one_line_error(capsys: pytest.CaptureFixture[str], m
 
 
 def test_the_survey_has_a_row_for_every_mode_and_kind(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sys.platform == "darwin":
         pytest.skip("a Mac has other units")
-    packages = Packages(bench("llama").model_path)
+    packages = Packages(converted("llama").model_path)
     monkeypatch.setattr(packages, "get", lambda form: form)
     tried: list[tuple[str, int]] = []
 

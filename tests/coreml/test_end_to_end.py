@@ -1,4 +1,4 @@
-"""A pair in three processes, with the draft on the reference interpreter: the same text."""
+"""A cluster whose draft runs on the reference interpreter generates the target's text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLINGS = {temp: SamplingParams(max_tokens=24, temp=temp, seed=5, ignore_eos=T
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> Iterator[None]:
-    """The draft's package is there, and its trial has ended well."""
+    """Converts the draft and stores a successful trial of the package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         packages = Packages(models["draft_model"])
@@ -45,8 +45,8 @@ def coreml(cache: None, models: dict[str, Any]) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def handed(cache: None, models: dict[str, Any]) -> Iterator[Client]:
-    """MLX drafts, the package reads its prompts."""
+def package_reads_prompts(cache: None, models: dict[str, Any]) -> Iterator[Client]:
+    """A cluster in which MLX drafts and the package reads the draft's prompts."""
     with LocalCluster(draft_backend="mlx", draft_prefill="coreml", **models) as cluster:
         yield cluster.client()
 
@@ -56,7 +56,7 @@ Text = tuple[int, ...]
 
 @pytest.fixture(scope="module")
 def alone(coreml: Client) -> Callable[[float], Text]:
-    """The target's own text at a temperature."""
+    """`alone(temp)`: the target's own text."""
     return cache_of(lambda temp: generated(coreml, "ar", temp))
 
 
@@ -70,11 +70,13 @@ def test_text_equals_that_of_the_target(coreml: Client, alone: Callable[[float],
         assert generated(coreml, mode, temp) == alone(temp)
 
 
-def test_prompts_read_by_the_package_do_not_change_the_text(alone: Callable[[float], Text], handed: Client) -> None:
-    """Same text as AR; and it is the package that reads. Acceptance: test_acceptance.py."""
-    (draft,) = [worker for worker in handed.stats().workers if worker.role == "draft"]
+def test_prompts_read_by_the_package_do_not_change_the_text(
+    alone: Callable[[float], Text], package_reads_prompts: Client
+) -> None:
+    """The text is that of AR, and it is the package that reads. Acceptance: test_acceptance.py."""
+    (draft,) = [worker for worker in package_reads_prompts.stats().workers if worker.role == "draft"]
     assert draft.backend == "mlx" and draft.note.startswith("prompts of 1 tokens and more are read by")
-    assert generated(handed, "ssd", 0.8) == alone(0.8)
+    assert generated(package_reads_prompts, "ssd", 0.8) == alone(0.8)
 
 
 def test_stats_describe_the_core_ml_drafter(coreml: Client) -> None:

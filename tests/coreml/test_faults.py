@@ -11,7 +11,7 @@ from outrider.drafters.coreml.drafter import CoreMLDrafter
 from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.engine.loading import load
 from outrider.protocol.sampling import SamplingParams
-from tests.coreml.conftest import Bench
+from tests.coreml.conftest import Converted
 from tests.harness.mil_interpreter import NumpyRuntime
 from tests.system.cluster import Cluster
 from tests.system.links import VirtualClock
@@ -19,12 +19,12 @@ from tests.system.links import VirtualClock
 SAMPLING = SamplingParams(max_tokens=40, temp=0.8, seed=9)
 
 
-class Failing:
-    """The interpreter until its `after`th call; then it says NaN, infinity, or nothing at all."""
+class FailingRuntime:
+    """The interpreter, which returns NaN or infinity, or raises, after its first `after` calls."""
 
     name, compile_seconds = "the failing device", 0.0
 
-    def __init__(self, made: Bench, after: int, how: str) -> None:
+    def __init__(self, made: Converted, after: int, how: str) -> None:
         self._inner = NumpyRuntime(made.package.path)
         self._after, self._how, self.calls = after, how, 0
 
@@ -43,15 +43,15 @@ class Failing:
 
 @pytest.mark.parametrize(("how", "after"), [("dies", 0), ("dies", 9), ("says NaN", 1), ("says infinity", 9)])
 def test_request_continues_without_a_failed_device(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, text: list[int], how: str, after: int
+    converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, text: list[int], how: str, after: int
 ) -> None:
-    made, clock = bench("llama"), VirtualClock()
+    made, clock = converted("llama"), VirtualClock()
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
     target = load(made.model_path)
     alone = Cluster(target, None, clock, ngrams=False).run(text[:12], SAMPLING, "ar")
-    runtime = Failing(made, after, how)
+    runtime = FailingRuntime(made, after, how)
     drafter = CoreMLDrafter(made.package, runtime)
     found = Cluster(target, drafter, clock, ngrams=False).run(text[:12], SAMPLING, "ssd")
     assert found.tokens == alone.tokens and len(found.tokens) == 40
-    assert runtime.calls == after + 1  # it was asked no more
+    assert runtime.calls == after + 1  # it was not called again
     assert any("drafting is off for this request" in note for note in found.notes)

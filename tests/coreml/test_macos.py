@@ -14,7 +14,7 @@ from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLKVRows, Packag
 from outrider.drafters.coreml.runtimes import CoreMLRuntime, Runtime
 from outrider.drafters.coreml.trial import agreement
 from outrider.protocol.sampling import SamplingParams
-from tests.coreml.conftest import Bench
+from tests.coreml.conftest import Converted
 from tests.harness.mil_interpreter import NumpyRuntime
 from tests.slots import open_read
 
@@ -25,15 +25,15 @@ pytestmark = [
 MODES = ["stateless", "hybrid", "onehot"]
 
 
-def logits(made: Bench, runtime: Runtime, text: list[int]) -> NDArray[np.float32]:
-    """Teacher-forced through every function in turn, one cache for all of them."""
+def logits(made: Converted, runtime: Runtime, text: list[int]) -> NDArray[np.float32]:
+    """The package's logits for all tokens from the 41st on; its functions take turns on one cache."""
     host, rows, turn = PackageHost(made.package, runtime), [], 0
-    line = CoreMLKVRows(host)
-    line.read(text[:40], host.layout.prefill)
+    kv_rows = CoreMLKVRows(host)
+    kv_rows.read(text[:40], host.layout.prefill)
     scored = [function for function in host.layout.functions if function.logits]
-    while line.length < len(text):
+    while kv_rows.length < len(text):
         function = scored[turn % len(scored)]
-        fresh = line.read(text[line.length : line.length + function.rows], function)
+        fresh = kv_rows.read(text[kv_rows.length : kv_rows.length + function.rows], function)
         assert fresh.logits is not None
         rows.append(fresh.logits)
         turn += 1
@@ -43,54 +43,54 @@ def logits(made: Bench, runtime: Runtime, text: list[int]) -> NDArray[np.float32
 @pytest.mark.parametrize("weights", ["fp16", "int8", "int4"])
 @pytest.mark.parametrize("mode", MODES)
 def test_cpu_predictions_match_those_of_the_interpreter(
-    bench: Callable[..., Bench], text: list[int], mode: str, weights: str
+    converted: Callable[..., Converted], text: list[int], mode: str, weights: str
 ) -> None:
-    """Tight: float16 noise. Prefill, trees and single rows share one cache, so this is also state across functions."""
-    made = bench("qwen2", mode=mode, weights=weights)
+    """Within float16 noise. All functions share one cache, so this also tests the state that they share."""
+    made = converted("qwen2", mode=mode, weights=weights)
     found = logits(made, CoreMLRuntime(made.package, "CPU_ONLY"), text)
     expected = logits(made, NumpyRuntime(made.package.path), text)
     assert np.abs(found - expected).max() <= 0.1 * expected.std()
     assert agreement(found, expected) >= 0.99
 
 
-def test_a_float32_package_is_exact_on_the_cpu(bench: Callable[..., Bench], text: list[int]) -> None:
-    made = bench("qwen2", weights="fp32")
+def test_a_float32_package_is_exact_on_the_cpu(converted: Callable[..., Converted], text: list[int]) -> None:
+    made = converted("qwen2", weights="fp32")
     found = logits(made, CoreMLRuntime(made.package, "CPU_ONLY"), text)
     assert np.abs(found - logits(made, NumpyRuntime(made.package.path), text)).max() <= 1e-3
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_neural_engine_survives_its_trial_or_is_refused(bench: Callable[..., Bench], mode: str) -> None:
-    """Loose: what the probe finds may be bad, but it finds it, in a process of its own."""
-    row = trial.run_trial(bench("qwen2", mode=mode).package, "CPU_AND_NE")
+def test_the_neural_engine_survives_its_trial_or_is_refused(converted: Callable[..., Converted], mode: str) -> None:
+    """A trial, in a process of its own, must end with a result or a reason, even if the result is bad."""
+    row = trial.run_trial(converted("qwen2", mode=mode).package, "CPU_AND_NE")
     assert row.trial is not None or row.reason
     if mode == "stateless":
         assert not row.reason, row.reason
 
 
-def test_compute_plan_gives_the_share_of_the_neural_engine(bench: Callable[..., Bench]) -> None:
-    shares = runtimes.engine_share(bench("qwen2").package, "CPU_AND_NE")
+def test_compute_plan_gives_the_share_of_the_neural_engine(converted: Callable[..., Converted]) -> None:
+    shares = runtimes.engine_share(converted("qwen2").package, "CPU_AND_NE")
     assert "q1" in shares  # a plan may be of the default function only
     assert all(0 <= share <= 1 for share in shares.values())
 
 
-def test_a_thousand_predictions_are_consistent(bench: Callable[..., Bench]) -> None:
-    made = bench("qwen2")
+def test_a_thousand_predictions_are_consistent(converted: Callable[..., Converted]) -> None:
+    made = converted("qwen2")
     host = PackageHost(made.package, CoreMLRuntime(made.package, "CPU_ONLY", ["q1"]))
-    single, line, first = host.layout.functions[0], None, None
+    single, kv_rows, first = host.layout.functions[0], None, None
     for turn in range(1000):
         if turn % 200 == 0:
-            line = CoreMLKVRows(host)
-            result = line.read([7], single).logits
+            kv_rows = CoreMLKVRows(host)
+            result = kv_rows.read([7], single).logits
             assert result is not None
             first = result if first is None else first
             assert (result == first).all()
         else:
-            assert line is not None and line.read([turn % 500], single).logits is not None
+            assert kv_rows is not None and kv_rows.read([turn % 500], single).logits is not None
 
 
-def test_drafter_on_the_cpu_drafts_like_the_interpreter(bench: Callable[..., Bench], text: list[int]) -> None:
-    made, drafted = bench("qwen2"), []
+def test_drafter_on_the_cpu_drafts_like_the_interpreter(converted: Callable[..., Converted], text: list[int]) -> None:
+    made, drafted = converted("qwen2"), []
     for runtime in (CoreMLRuntime(made.package, "CPU_ONLY"), NumpyRuntime(made.package.path)):
         drafter = CoreMLDrafter(made.package, runtime)
         tree = open_read(drafter, text[:60], SamplingParams())
@@ -101,9 +101,9 @@ def test_drafter_on_the_cpu_drafts_like_the_interpreter(bench: Callable[..., Ben
 
 @pytest.mark.parametrize("mode", MODES)
 def test_prompts_read_on_the_cpu_match_those_of_the_interpreter(
-    bench: Callable[..., Bench], text: list[int], mode: str
+    converted: Callable[..., Converted], text: list[int], mode: str
 ) -> None:
-    package = bench("qwen2", mode=mode).package
+    package = converted("qwen2", mode=mode).package
     runtimes = (CoreMLRuntime(package, "CPU_ONLY", ["prefill64"]), NumpyRuntime(package.path))
     found, expected = (list(PackageReader(package, runtime, 1).read(text[:150])) for runtime in runtimes)
     for one, other in zip(found, expected, strict=True):
@@ -115,7 +115,7 @@ def test_has_engine_returns_a_bool_on_this_mac() -> None:
     assert isinstance(runtimes.has_neural_engine(), bool)
 
 
-def test_prompt_times_are_measured_on_this_mac(bench: Callable[..., Bench]) -> None:
-    made = bench("qwen2")
+def test_prompt_times_are_measured_on_this_mac(converted: Callable[..., Converted]) -> None:
+    made = converted("qwen2")
     found = trial.time_prompts(made.package, "CPU_ONLY", made.model_path)
     assert found.lengths, found.sentence

@@ -15,43 +15,43 @@ from outrider.drafters.coreml.drafter import CoreMLKVRows
 from outrider.drafters.coreml.package import WEIGHTS_PATH, import_coremltools
 from outrider.drafters.coreml.runtimes import RuntimeFault
 from outrider.protocol.errors import ModelError
-from tests.coreml.conftest import Bench
+from tests.coreml.conftest import Converted
 from tests.harness import mil_interpreter as interpreter
 from tests.harness import mil_program
 from tests.harness.mil_interpreter import NumpyRuntime
 from tests.harness.mil_program import Constant
 
-WITHOUT_INFERENCE = {"conv", "silu", "split"}  # of split, coremltools takes sizes for places
+WITHOUT_INFERENCE = {"conv", "silu", "split"}  # coremltools' own inference of split takes sizes for positions
 PER_KIND = 6
 MIL = ".converters.mil.mil"
 
 
 @pytest.fixture
-def executed(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
-    """The arguments of operations as real graphs of every mode call them, a few of each kind."""
+def executed(converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
+    """Operation -> arguments of a few of its calls in graphs of every mode."""
     seen: dict[str, list[dict[str, Any]]] = {}
 
-    def watch(kind: str, run: interpreter.Op) -> interpreter.Op:
-        def watched(**arguments: Any) -> Any:
+    def recorder(kind: str, run: interpreter.Op) -> interpreter.Op:
+        def record(**arguments: Any) -> Any:
             calls = seen.setdefault(kind, [])
             if len(calls) < PER_KIND and not any(_shapes(call) == _shapes(arguments) for call in calls):
                 calls.append(arguments)
             return run(**arguments)
 
-        return watched
+        return record
 
     for kind, run in list(interpreter.OPS.items()):
-        monkeypatch.setitem(interpreter.OPS, kind, watch(kind, run))
+        monkeypatch.setitem(interpreter.OPS, kind, recorder(kind, run))
     for mode in ("stateless", "hybrid", "onehot"):
-        line = CoreMLKVRows(bench("qwen3", mode=mode).host())
-        for function in (line._host.layout.functions[1], line._host.layout.prefill):
-            line.read([3, 1, 4], function)
+        kv_rows = CoreMLKVRows(converted("qwen3", mode=mode).host())
+        for function in (kv_rows._host.layout.functions[1], kv_rows._host.layout.prefill):
+            kv_rows.read([3, 1, 4], function)
     monkeypatch.undo()
     return seen
 
 
 def test_real_operations_agree_with_coremltools(executed: dict[str, list[dict[str, Any]]]) -> None:
-    assert set(executed) == set(interpreter.OPS)  # nothing in the interpreter that no graph uses
+    assert set(executed) == set(interpreter.OPS)  # every operation of the interpreter occurs in a graph
     checked = set()
     for kind, calls in executed.items():
         for arguments in calls:
@@ -115,21 +115,21 @@ def test_concat_refuses_to_interleave() -> None:
         interpreter.concat([np.zeros(2)], np.array(0), interleave=True)
 
 
-def test_state_persists_between_calls_and_functions(bench: Callable[..., Bench]) -> None:
-    made = bench("qwen3", mode="hybrid")
+def test_state_persists_between_calls_and_functions(converted: Callable[..., Converted]) -> None:
+    made = converted("qwen3", mode="hybrid")
     host, text = made.host(), [5, 6, 7, 8, 9, 10, 11, 12, 13]
     several, single = host.layout.functions[1], host.layout.functions[0]
-    line = CoreMLKVRows(host)
-    line.read(text[:8], several)
-    with_memory = line.read(text[8:], single).logits
+    kv_rows = CoreMLKVRows(host)
+    kv_rows.read(text[:8], several)
+    with_memory = kv_rows.read(text[8:], single).logits
     without = CoreMLKVRows(host).read(text[8:], single).logits
     full = CoreMLKVRows(host).read(text, host.layout.functions[2]).logits
     assert with_memory is not None and without is not None and full is not None
     assert np.abs(with_memory[-1] - full[-1]).max() < 0.05 < np.abs(without[-1] - full[-1]).max()
 
 
-def test_two_states_are_independent(bench: Callable[..., Bench]) -> None:
-    host = bench("qwen3", mode="onehot").host()
+def test_two_states_are_independent(converted: Callable[..., Converted]) -> None:
+    host = converted("qwen3", mode="onehot").host()
     single = host.layout.functions[0]
     one, other = CoreMLKVRows(host), CoreMLKVRows(host)
     one.read([5], single)
@@ -141,36 +141,36 @@ def test_two_states_are_independent(bench: Callable[..., Bench]) -> None:
     assert first is not None and repeated is not None and (first == repeated).all()
 
 
-def test_only_a_stateful_package_requires_a_state(bench: Callable[..., Bench]) -> None:
-    made = bench("qwen3", mode="hybrid")
+def test_only_a_stateful_package_requires_a_state(converted: Callable[..., Converted]) -> None:
+    made = converted("qwen3", mode="hybrid")
     runtime = NumpyRuntime(made.package.path)
     inputs = {t.name: np.zeros(t.shape, np.float32) for t in made.package.layout.inputs(made.package.layout.prefill)}
     with pytest.raises(RuntimeFault, match="state"):
         runtime.call("prefill64", inputs, None)
-    assert bench("qwen3").host().new_cache().state is None
+    assert converted("qwen3").host().new_cache().state is None
 
 
-def test_wrong_inputs_and_functions_are_named(bench: Callable[..., Bench]) -> None:
-    runtime = NumpyRuntime(bench("qwen3").package.path)
+def test_wrong_inputs_and_functions_are_named(converted: Callable[..., Converted]) -> None:
+    runtime = NumpyRuntime(converted("qwen3").package.path)
     with pytest.raises(RuntimeFault, match="no function q2; it has prefill64, q1"):
         runtime.call("q2", {}, None)
     with pytest.raises(RuntimeFault, match=r"input x has shape \(3,\); expected \(1, 128, 1, 1\)"):
         runtime.call("q1", {"x": np.zeros(3)}, None)
 
 
-def test_results_are_rounded_to_the_declared_type(bench: Callable[..., Bench]) -> None:
-    logits = bench("qwen3").logits([1, 2, 3])
+def test_results_are_rounded_to_the_declared_type(converted: Callable[..., Converted]) -> None:
+    logits = converted("qwen3").logits([1, 2, 3])
     assert (logits.astype(np.float16) == logits).all()
-    exact = bench("qwen3", weights="fp32").logits([1, 2, 3])
+    exact = converted("qwen3", weights="fp32").logits([1, 2, 3])
     assert (exact.astype(np.float16) != exact).any()
 
 
-def test_weights_are_read_as_coremltools_reads_them(bench: Callable[..., Bench]) -> None:
+def test_weights_are_read_as_coremltools_reads_them(converted: Callable[..., Converted]) -> None:
     from coremltools.libmilstoragepython import _BlobStorageReader as Reader
 
     seen = set()
     for mode, weights in (("stateless", "fp16"), ("stateless", "fp32"), ("stateless", "int8"), ("hybrid", "int4")):
-        path = bench("qwen3", mode=mode, weights=weights).package.path
+        path = converted("qwen3", mode=mode, weights=weights).package.path
         model, reader = mil_program.read(path), Reader(str(path / WEIGHTS_PATH))
         for constant in _constants(model):
             expected = _read_by_coremltools(reader, constant)
@@ -179,15 +179,15 @@ def test_weights_are_read_as_coremltools_reads_them(bench: Callable[..., Bench])
     assert seen == {"FLOAT16", "FLOAT32", "INT8", "UINT4"}
 
 
-def test_missing_blob_is_refused(tmp_path: Path, bench: Callable[..., Bench]) -> None:
-    file = mil_program.BlobFile(bench("qwen3").package.path / WEIGHTS_PATH)
+def test_missing_blob_is_refused(tmp_path: Path, converted: Callable[..., Converted]) -> None:
+    file = mil_program.BlobFile(converted("qwen3").package.path / WEIGHTS_PATH)
     for offset, shape in ((0, (4,)), (64, (10**6,)), (10**9, (4,))):
         with pytest.raises(ModelError, match="does not belong to this model"):
             file.read(offset, "FLOAT16", shape)
 
 
 def _inferred(kind: str, arguments: dict[str, Any]) -> list[NDArray[Any]] | None:
-    """What coremltools computes for constant arguments while it builds a graph; None where it does not."""
+    """The result that coremltools computes for constant arguments while it builds a graph; None if it does not."""
     mil = import_coremltools(MIL)
     target = import_coremltools().target.iOS18
     given = {name: _plain(value) for name, value in arguments.items()}
@@ -198,7 +198,7 @@ def _inferred(kind: str, arguments: dict[str, Any]) -> list[NDArray[Any]] | None
 
 
 def _plain(value: Any) -> Any:
-    """Numpy scalars as Python's: coremltools hands them on to numpy where only those will do."""
+    """Numpy scalars as Python's; coremltools passes them to functions that accept only these."""
     return value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.coreml.conftest import Bench
+from tests.coreml.conftest import Converted
 
 Figure = Callable[[str, float], None]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
@@ -26,22 +26,22 @@ NAMES = ["llama", "llama-untied", "llama-biased", "llama3-rope", "qwen2", "qwen3
 
 @pytest.mark.parametrize(("family", "config"), FAMILIES, ids=NAMES)
 def test_float32_package_equals_the_model(
-    bench: Callable[..., Bench], text: list[int], family: str, config: dict[str, Any], figure: Figure
+    converted: Callable[..., Converted], text: list[int], family: str, config: dict[str, Any], figure: Figure
 ) -> None:
-    made, text = bench(family, weights="fp32", **config), text[:120]
+    made, text = converted(family, weights="fp32", **config), text[:120]
     found, expected = made.logits(text), made.mlx_logits(text)
     figure("fp32: tokens that differ, of 120", (found.argmax(-1) != expected.argmax(-1)).sum())
     figure("fp32: largest logit error", np.abs(found - expected).max())
-    assert expected.std() > 1  # flat logits would prove nothing
+    assert expected.std() > 1  # with flat logits the test would show nothing
     assert np.abs(found - expected).max() <= 1e-4
     assert (found.argmax(-1) == expected.argmax(-1)).all()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_float16_package_errs_about_as_much_as_mlx_in_float16(
-    bench: Callable[..., Bench], text: list[int], family: str, figure: Figure
+    converted: Callable[..., Converted], text: list[int], family: str, figure: Figure
 ) -> None:
-    made, text = bench(family), text[:80]
+    made, text = converted(family), text[:80]
     found, exact, mlx_float16 = made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16)
     figure("fp16: error over MLX float16's", np.abs(found - exact).max() / np.abs(mlx_float16 - exact).max())
     figure("fp16: tokens that differ, of 80, near-ties all", (found.argmax(-1) != exact.argmax(-1)).sum())
@@ -50,9 +50,11 @@ def test_float16_package_errs_about_as_much_as_mlx_in_float16(
 
 @pytest.mark.parametrize("mode", ["hybrid", "onehot"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_every_mode_has_the_same_logits(bench: Callable[..., Bench], text: list[int], family: str, mode: str) -> None:
+def test_every_mode_has_the_same_logits(
+    converted: Callable[..., Converted], text: list[int], family: str, mode: str
+) -> None:
     text = text[:120]
-    found, plain = bench(family, mode=mode).logits(text), bench(family).logits(text)
+    found, plain = converted(family, mode=mode).logits(text), converted(family).logits(text)
     if mode == "hybrid":
         assert (found == plain).all()
     else:
@@ -61,16 +63,16 @@ def test_every_mode_has_the_same_logits(bench: Callable[..., Bench], text: list[
 
 @pytest.mark.parametrize(("weights", "tied"), [("int8", True), ("int4", False)], ids=["int8 tied", "int4 untied"])
 def test_quantised_package_equals_its_mlx_twin(
-    bench: Callable[..., Bench], text: list[int], weights: str, tied: bool, figure: Figure
+    converted: Callable[..., Converted], text: list[int], weights: str, tied: bool, figure: Figure
 ) -> None:
-    made, text = bench("qwen2", weights=weights, tie_word_embeddings=tied), text[:80]
+    made, text = converted("qwen2", weights=weights, tie_word_embeddings=tied), text[:80]
     found, exact, mlx_float16 = made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16)
     figure(f"{weights}: error over MLX float16's", np.abs(found - exact).max() / np.abs(mlx_float16 - exact).max())
     _check_float16(found, exact, mlx_float16)
 
 
 def _check_float16(found: NDArray[np.float32], exact: NDArray[np.float32], mlx_float16: NDArray[np.float32]) -> None:
-    """An error of at most three times what MLX's own float16 makes, and other tokens only where two are that close."""
+    """Checks that the error is at most three times MLX's in float16, and that choices differ in near ties only."""
     allowed = 3 * np.abs(mlx_float16 - exact).max()
     second, best = np.partition(exact, -2, axis=-1)[:, -2:].T
     missed = found.argmax(-1) != exact.argmax(-1)

@@ -34,7 +34,7 @@ from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
-from tests.coreml.conftest import GOOD, SIZES, VOCAB, Bench
+from tests.coreml.conftest import GOOD, SIZES, VOCAB, Converted
 from tests.harness.mil_interpreter import NumpyRuntime
 from tests.slots import open_read
 
@@ -51,16 +51,22 @@ KINDS = [
 kinds = pytest.mark.parametrize(("family", "mode", "weights", "layers"), KINDS)
 
 
-def reader_of(made: Bench, least: int = 1) -> PackageReader:
+def reader_of(made: Converted, least: int = 1) -> PackageReader:
     return PackageReader(made.package, NumpyRuntime(made.package.path), least)
 
 
 @kinds
 def test_mlx_continues_from_the_keys_and_values_of_the_package(
-    bench: Callable[..., Bench], text: list[int], family: str, mode: str, weights: str, layers: int, figure: Figure
+    converted: Callable[..., Converted],
+    text: list[int],
+    family: str,
+    mode: str,
+    weights: str,
+    layers: int,
+    figure: Figure,
 ) -> None:
-    """The keys and values themselves, in mlx-lm's own caches."""
-    made = bench(family, mode=mode, weights=weights, num_hidden_layers=layers)
+    """mlx-lm's own caches take the keys and values as they are."""
+    made = converted(family, mode=mode, weights=weights, num_hidden_layers=layers)
     model, prompt, rest = made.mlx(), text[:150], text[150 : 150 + STEPS]
     exact = made.mlx_logits(text)[150 : 150 + STEPS]
     caches, counts = make_prompt_cache(model), list[int]()
@@ -81,10 +87,10 @@ def test_mlx_continues_from_the_keys_and_values_of_the_package(
 @pytest.mark.parametrize("form", [JointKVRows, DenseKVRows])
 @pytest.mark.parametrize(("weights", "prompt_length"), [("fp32", 150), ("fp16", 150), ("fp16", 340)])
 def test_tree_grows_on_a_prompt_read_by_the_package(
-    bench: Callable[..., Bench], text: list[int], form: type[DenseKVRows], weights: str, prompt_length: int
+    converted: Callable[..., Converted], text: list[int], form: type[DenseKVRows], weights: str, prompt_length: int
 ) -> None:
-    """By ONNX Runtime and by MLX; of a prompt beyond the package's context of 256 tokens the model reads the rest."""
-    made = bench("llama", weights=weights, max_position_embeddings=1024)
+    """With ONNX Runtime and with MLX. The model reads what exceeds the package's context of 256 tokens."""
+    made = converted("llama", weights=weights, max_position_embeddings=1024)
     model, prompt = load(made.model_path), [*text, *text][:prompt_length]
     columns = form(model if form is JointKVRows else replace(model, cpu=None))
     columns.reader = reader_of(made)
@@ -102,8 +108,10 @@ def test_tree_grows_on_a_prompt_read_by_the_package(
         path.append(token)
 
 
-def test_keys_are_converted_to_the_number_format_of_the_model(bench: Callable[..., Bench], text: list[int]) -> None:
-    made = bench("llama")
+def test_keys_are_converted_to_the_number_format_of_the_model(
+    converted: Callable[..., Converted], text: list[int]
+) -> None:
+    made = converted("llama")
     model = load(made.model_path)
     model.model.set_dtype(mx.bfloat16)
     kv_rows = DenseKVRows(replace(model, cpu=None))
@@ -112,17 +120,17 @@ def test_keys_are_converted_to_the_number_format_of_the_model(bench: Callable[..
     assert {cache.keys.dtype for cache in kv_rows.rows._layers if cache.keys is not None} == {mx.bfloat16}
 
 
-def test_short_prompts_are_left_to_the_model(bench: Callable[..., Bench], text: list[int]) -> None:
-    reader = reader_of(bench("llama"), least=100)
+def test_short_prompts_are_left_to_the_model(converted: Callable[..., Converted], text: list[int]) -> None:
+    reader = reader_of(converted("llama"), least=100)
     assert [reader.readable(count) for count in (0, 1, 99, 100, 200, 300)] == [0, 0, 0, 100, 200, 256]
 
 
-class Failing:
-    """The interpreter until its second call; then it says NaN, or nothing at all."""
+class FailingRuntime:
+    """The interpreter, which returns NaN or infinity, or raises, after its first call."""
 
     name, compile_seconds = "the failing device", 0.0
 
-    def __init__(self, made: Bench, how: str) -> None:
+    def __init__(self, made: Converted, how: str) -> None:
         self._inner, self._how, self.calls = NumpyRuntime(made.package.path), how, 0
 
     def new_state(self) -> RuntimeState | None:
@@ -140,10 +148,10 @@ class Failing:
 
 @pytest.mark.parametrize("how", ["dies", "says NaN", "says infinity"])
 def test_model_reads_on_when_the_device_fails(
-    bench: Callable[..., Bench], text: list[int], how: str, caplog: pytest.LogCaptureFixture
+    converted: Callable[..., Converted], text: list[int], how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = bench("llama", weights="fp32")
-    reader = PackageReader(made.package, Failing(made, how), 1)
+    made = converted("llama", weights="fp32")
+    reader = PackageReader(made.package, FailingRuntime(made, how), 1)
     drafter = MlxDrafter(load(made.model_path), reader)
     tree, alone = (open_read(d, text[:150], SamplingParams()) for d in (drafter, MlxDrafter(drafter.model)))
     found, expected = (t.candidates([t.root], VOCAB)[0] for t in (tree, alone))
@@ -160,8 +168,8 @@ def test_model_reads_on_when_the_device_fails(
         list(reader.read(text[:10]))
 
 
-def test_interrupted_reading_returns_its_cache(bench: Callable[..., Bench], text: list[int]) -> None:
-    reader = reader_of(bench("llama"))
+def test_interrupted_reading_returns_its_cache(converted: Callable[..., Converted], text: list[int]) -> None:
+    reader = reader_of(converted("llama"))
     pieces = reader.read(text)
     next(pieces)
     pieces.close()
@@ -174,12 +182,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good_trials: None) ->
     return tmp_path
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, *ms: tuple[float, float]) -> list[str]:
-    """Measurements that find so many milliseconds for MLX and the package at 64, 128, ... tokens."""
-    asked: list[str] = []
+def script_measurements(monkeypatch: pytest.MonkeyPatch, *ms: tuple[float, float]) -> list[str]:
+    """Replaces measurements: `ms` are the times of MLX and of the package at 64, 128, ... tokens; if empty, they fail.
+
+    Returns a list to which each measurement adds its units.
+    """
+    measured: list[str] = []
 
     def run(package: object, units: str, *arguments: str) -> dict[str, Any]:
-        asked.append(units)
+        measured.append(units)
         if not ms:
             raise RuntimeFault("its trial was ended by SIGKILL")
         lengths = [64 << i for i in range(len(ms))]
@@ -188,13 +199,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *ms: tuple[float, float]) -> list[
         return {**mine, "lengths": lengths, "mlx_ms": mlx, "package_ms": own}
 
     monkeypatch.setattr(trial, "_run_program", run)
-    return asked
+    return measured
 
 
 @pytest.fixture
-def packages(bench: Callable[..., Bench], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Packages:
-    """The packages of a model, of which the first one is there."""
-    made = bench("llama", max_position_embeddings=256)
+def packages(converted: Callable[..., Converted], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Packages:
+    """The packages of a model, of which the first one has been converted."""
+    made = converted("llama", max_position_embeddings=256)
     found = Packages(made.model_path)
     shutil.copytree(made.package.path, found._directory(found.variants[0]))
     return found
@@ -213,7 +224,7 @@ def packages(bench: Callable[..., Bench], cache: Path, monkeypatch: pytest.Monke
 def test_package_reads_prompts_from_the_length_where_faster(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, ms: Sequence[tuple[float, float]], least: int | None
 ) -> None:
-    asked, model = scripted(monkeypatch, *ms), str(packages.checkpoint)
+    measured, model = script_measurements(monkeypatch, *ms), str(packages.checkpoint)
     assert selection.load_prompt_reader(model, "auto", print) == ""
     for _ in range(2):
         found = selection.get_prompt_times(packages, print)
@@ -221,24 +232,24 @@ def test_package_reads_prompts_from_the_length_where_faster(
         assert "\n" not in found.sentence
         reader = selection.load_prompt_reader(model, "auto", print)
         assert (None if isinstance(reader, str) else reader.min_tokens) == least
-    assert asked == ["CPU_AND_NE"]
+    assert measured == ["CPU_AND_NE"]
 
 
 @pytest.mark.parametrize("change", ["mlx_and_device", "os_build"])
 def test_prompt_times_are_valid_for_one_version_of_mlx_and_macos(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    asked = scripted(monkeypatch, (9, 1))
+    measured = script_measurements(monkeypatch, (9, 1))
     assert selection.get_prompt_times(packages, print).min_tokens == 64
     monkeypatch.setattr(trial, change, lambda: "another")
     assert selection.load_prompt_reader(str(packages.checkpoint), "auto", print) == ""
-    assert selection.get_prompt_times(packages, print).min_tokens == 64 and asked == ["CPU_AND_NE"] * 2
+    assert selection.get_prompt_times(packages, print).min_tokens == 64 and measured == ["CPU_AND_NE"] * 2
 
 
 def test_prompt_times_of_a_rebuilt_package_are_not_used(
-    packages: Packages, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    packages: Packages, converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scripted(monkeypatch, (9, 1))
+    script_measurements(monkeypatch, (9, 1))
     row = TrialResult(
         packages.variants[0], "another key", "CPU_ONLY", GOOD, prompts=trial.time_prompts(None, "CPU_ONLY", None)
     )
@@ -247,15 +258,15 @@ def test_prompt_times_of_a_rebuilt_package_are_not_used(
 
 
 def test_failed_measurement_leaves_prompts_to_mlx(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = scripted(monkeypatch)
+    measured = script_measurements(monkeypatch)
     for _ in range(2):
         found = selection.get_prompt_times(packages, print)
         assert found.min_tokens is None and found.sentence == "prompts are read by MLX: its trial was ended by SIGKILL"
-    assert asked == ["CPU_AND_NE"]
+    assert measured == ["CPU_AND_NE"]
 
 
-def test_prompt_times_are_measured_in_a_separate_process(bench: Callable[..., Bench]) -> None:
-    made = bench("llama")
+def test_prompt_times_are_measured_in_a_separate_process(converted: Callable[..., Converted]) -> None:
+    made = converted("llama")
     found = trial.time_prompts(made.package, "CPU_ONLY", made.model_path)
     assert found.lengths == [64, 128, 256] and found.reason == ""
     assert min(*found.mlx_ms, *found.package_ms) > 0
@@ -266,7 +277,7 @@ def test_drafter_uses_the_package_only_where_measured_faster(
 ) -> None:
     model, messages = str(packages.checkpoint), list[str]()
     assert selection.load_prompt_reader(model, "auto", messages.append) == "" and messages == []
-    scripted(monkeypatch, (9, 20), (20, 9))
+    script_measurements(monkeypatch, (9, 20), (20, 9))
     assert selection.get_prompt_times(packages, messages.append).min_tokens == 128
     reader = selection.load_prompt_reader(model, "auto", messages.append)
     assert not isinstance(reader, str) and reader.readable(127) == 0 and reader.readable(128) == 128
@@ -279,12 +290,12 @@ def test_drafter_uses_the_package_only_where_measured_faster(
 
 
 def test_mlx_reads_prompts_without_core_ml(
-    bench: Callable[..., Bench], cache: Path, monkeypatch: pytest.MonkeyPatch
+    converted: Callable[..., Converted], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.delenv(STAND_IN_VARIABLE)
-    model, why = str(bench("llama").model_path), f"prompts are read by MLX: {MACOS_ONLY_MESSAGE}"
+    model, why = str(converted("llama").model_path), f"prompts are read by MLX: {MACOS_ONLY_MESSAGE}"
     assert selection.load_prompt_reader(model, "coreml", print) == why
     for prefill, left_out in (("coreml", (why,)), ("mlx", ()), ("auto", ())):
         drafter = make_drafter("mlx", model, print, prefill)
@@ -292,18 +303,18 @@ def test_mlx_reads_prompts_without_core_ml(
 
 
 @pytest.mark.parametrize("prefill", ["coreml", "package"])
-def test_package_reads_prompts_when_requested(bench: Callable[..., Bench], cache: Path, prefill: str) -> None:
-    made, messages = bench("llama"), list[str]()
-    word = str(made.package.path) if prefill == "package" else prefill
-    reader = selection.load_prompt_reader(str(made.model_path), word, messages.append)
+def test_package_reads_prompts_when_requested(converted: Callable[..., Converted], cache: Path, prefill: str) -> None:
+    made, messages = converted("llama"), list[str]()
+    setting = str(made.package.path) if prefill == "package" else prefill
+    reader = selection.load_prompt_reader(str(made.model_path), setting, messages.append)
     assert not isinstance(reader, str) and reader.min_tokens == 1 and "reference interpreter" in reader.note
     assert ("converting" in messages[0]) == (prefill == "coreml")
 
 
 def test_invalid_settings_are_one_line_errors(
-    bench: Callable[..., Bench], tiny_model: Callable[..., Path], cache: Path
+    converted: Callable[..., Converted], tiny_model: Callable[..., Path], cache: Path
 ) -> None:
-    made = bench("llama")
+    made = converted("llama")
     other = tiny_model("llama", seed=5, **SIZES)
     with pytest.raises(ModelError, match=r"was made from llama-.* other weights than .* has") as refused:
         selection.load_prompt_reader(str(other), str(made.package.path), print)

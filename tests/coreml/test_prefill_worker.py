@@ -14,7 +14,7 @@ from outrider.engine.kv_rows import ReadingFault
 from outrider.engine.loading import load, load_lazily
 from outrider.prefill_worker.worker import CoreMLReader, MlxReader
 from outrider.protocol.messages import Prefill
-from tests.coreml.conftest import Bench
+from tests.coreml.conftest import Converted
 from tests.harness.mil_interpreter import NumpyRuntime
 
 NOISE = {"fp32": 1e-4, "fp16": 0.1}
@@ -23,16 +23,16 @@ NOISE = {"fp32": 1e-4, "fp16": 0.1}
 @pytest.mark.parametrize("weights", ["fp32", "fp16"])
 @pytest.mark.parametrize("start", [0, 70])
 def test_package_hands_over_the_keys_and_values_of_mlx(
-    bench: Callable[..., Bench], text: list[int], weights: str, start: int
+    converted: Callable[..., Converted], text: list[int], weights: str, start: int
 ) -> None:
-    made, prompt = bench("llama", weights=weights, max_position_embeddings=1024), text[:200]
+    made, prompt = converted("llama", weights=weights, max_position_embeddings=1024), text[:200]
     layout = KVLayout.of(load_lazily(str(made.model_path)).model)
     package = CoreMLReader(PackageReader(made.package, NumpyRuntime(made.package.path), 1), layout)
     exact = MlxReader(load(made.model_path))
     found, expected = [], []
     for reader, pieces in ((package, found), (exact, expected)):
         at = start
-        for piece in (piece for some in reader.read(asked(prompt, start)) for piece in some):
+        for piece in (piece for some in reader.read(prefill(prompt, start)) for piece in some):
             assert piece.start == at
             at += piece.count
             pieces.append(layout.unpack(piece.data, piece.count))
@@ -41,24 +41,26 @@ def test_package_hands_over_the_keys_and_values_of_mlx(
         assert np.abs(mine - other).max() <= NOISE[weights]
 
 
-def test_prompt_beyond_the_package_context_is_left_to_the_target(bench: Callable[..., Bench], text: list[int]) -> None:
-    made = bench("llama", max_position_embeddings=1024)
+def test_prompt_beyond_the_package_context_is_left_to_the_target(
+    converted: Callable[..., Converted], text: list[int]
+) -> None:
+    made = converted("llama", max_position_embeddings=1024)
     reader = CoreMLReader(
         PackageReader(made.package, NumpyRuntime(made.package.path), 1),
         KVLayout.of(load_lazily(str(made.model_path)).model),
     )
     read = 0
     with pytest.raises(ReadingFault, match="the target reads the other"):
-        for pieces in reader.read(asked([*text, *text][:340])):
+        for pieces in reader.read(prefill([*text, *text][:340])):
             read += sum(piece.count for piece in pieces)
     assert read == made.package.layout.context
 
 
-def asked(tokens: list[int], start: int = 0) -> Prefill:
+def prefill(tokens: list[int], start: int = 0) -> Prefill:
     return Prefill("r", 0, np.array(tokens, np.int32), start)
 
 
 def _joined(pieces: list[tuple[tuple[mx.array, mx.array], ...]]) -> list[np.ndarray]:
-    """Keys and values of all pieces, an array a layer."""
+    """The keys, and the values, of each layer, joined from all pieces."""
     flat = [[array for pair in piece for array in pair] for piece in pieces]
     return [np.array(mx.concatenate(list(parts), axis=2)) for parts in zip(*flat, strict=True)]

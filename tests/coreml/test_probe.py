@@ -17,7 +17,7 @@ import pytest
 from outrider.drafters.coreml import runtimes, trial
 from outrider.drafters.coreml.runtimes import DeviceUnavailable
 from outrider.drafters.coreml.trial import Trial
-from tests.coreml.conftest import GOOD, Bench
+from tests.coreml.conftest import GOOD, Converted
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,9 @@ def test_fault_of_a_trial_names_the_failed_criterion(change: dict[str, Any], rea
     assert dataclasses.replace(GOOD, **change).fault == reason
 
 
-def test_trial_runs_in_a_separate_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
-    """The interpreter stands in for a device; a folder of the user's may be named like a room."""
-    package = bench("llama").package
+def test_trial_runs_in_a_separate_process(converted: Callable[..., Converted], tmp_path: Path) -> None:
+    """A file in the user's folder that is named like a package of Outrider's is not imported."""
+    package = converted("llama").package
     result = tmp_path / "trial.json"
     (tmp_path / "outrider.py").write_text("raise SystemExit('the wrong one')")
     command = trial.trial_command(package, "CPU_ONLY", "--predictions", "4", "--result", str(result))
@@ -47,18 +47,20 @@ def test_trial_runs_in_a_separate_process(bench: Callable[..., Bench], tmp_path:
     assert set(found.ms) == {"q1", "q8", "q16", "q32", "prefill64"} and all(ms > 0 for ms in found.ms.values())
 
 
-def test_missing_device_is_a_final_result(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_device_is_a_final_result(converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.delenv(runtimes.STAND_IN_VARIABLE)
-    row = trial.run_trial(bench("llama").package, "CPU_AND_NE")
+    row = trial.run_trial(converted("llama").package, "CPU_AND_NE")
     assert row.reason == f"its trial failed: {runtimes.MACOS_ONLY_MESSAGE}" and row.trial is None
     assert row.final
 
 
-def test_unit_with_wrong_logits_fails_its_trial(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference is MLX's: a package of other numbers does not pass."""
-    made, other = bench("llama").package, bench("qwen2").package
+def test_unit_with_wrong_logits_fails_its_trial(
+    converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is MLX's, so a package with other numbers fails."""
+    made, other = converted("llama").package, converted("qwen2").package
     assert trial.measure_package(made, "CPU_ONLY", 1).fault == ""
     swapped = dataclasses.replace(made, expected=other.expected)
     assert "it agreed with the reference on" in trial.measure_package(swapped, "CPU_ONLY", 1).fault
@@ -79,17 +81,17 @@ def test_unit_with_wrong_logits_fails_its_trial(bench: Callable[..., Bench], mon
     ],
 )
 def test_trial_that_dies_or_hangs_has_a_reason(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, program: str, reason: str, final: bool
+    converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, program: str, reason: str, final: bool
 ) -> None:
     monkeypatch.setattr(trial, "trial_command", lambda *arguments: [sys.executable, "-c", program])
     if final:  # the one that hangs
         monkeypatch.setattr(trial, "_TIMEOUT_SECONDS", 1.0)
-    row = trial.run_trial(bench("llama").package, "CPU_AND_NE")
+    row = trial.run_trial(converted("llama").package, "CPU_AND_NE")
     assert (row.reason, row.final, row.trial) == (reason, final, None)
 
 
-class Plan:
-    """Core ML's answers about devices and plans, or its refusal to give any."""
+class FakeComputePlan:
+    """A fake of coremltools' modules for devices and compute plans, which return values or raise."""
 
     def __init__(self, placed: dict[str, list[tuple[str, str | None]]] | None, devices: list[str]) -> None:
         self._kinds = {name: type(name, (), {}) for name in ("MLCPUComputeDevice", "MLNeuralEngineComputeDevice")}
@@ -99,12 +101,12 @@ class Plan:
         if name.endswith("compute_device"):
             found = [self._kinds[device]() for device in self._devices]
             return SimpleNamespace(
-                **self._kinds, MLComputeDevice=SimpleNamespace(get_all_compute_devices=lambda: self._told(found))
+                **self._kinds, MLComputeDevice=SimpleNamespace(get_all_compute_devices=lambda: self._answer(found))
             )
         plan = SimpleNamespace(load_from_path=self._load)
         return SimpleNamespace(MLComputePlan=plan, ComputeUnit={"CPU_AND_NE": 1})
 
-    def _told(self, answer: Any) -> Any:
+    def _answer(self, answer: Any) -> Any:
         if not self._devices:
             raise Exception("no word")  # coremltools raises it bare
         return answer
@@ -128,34 +130,34 @@ class Plan:
         )
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+def use_plan(monkeypatch: pytest.MonkeyPatch, plan: FakeComputePlan) -> None:
     monkeypatch.setattr(runtimes, "import_coremltools", plan.module)
     monkeypatch.setattr(runtimes, "ensure_compiled", lambda package: Path("model.mlmodelc"))
 
 
 def test_engine_share_counts_only_operations_that_compute(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, cpu = "MLNeuralEngineComputeDevice", "MLCPUComputeDevice"
     operations = [("ios18.conv", engine), ("ios16.constexpr_blockwise_shift_scale", cpu), ("const", cpu),
                   ("ios18.softmax", cpu), ("ios18.matmul", engine), ("add", None)]  # fmt: skip
-    package = bench("llama").package
-    planned(monkeypatch, Plan({"q1": operations, "q8": [("add", None)]}, [cpu]))
-    assert runtimes.engine_share(package, "CPU_AND_NE") == {"q1": 0.6667}  # of q8 nothing is told
+    package = converted("llama").package
+    use_plan(monkeypatch, FakeComputePlan({"q1": operations, "q8": [("add", None)]}, [cpu]))
+    assert runtimes.engine_share(package, "CPU_AND_NE") == {"q1": 0.6667}  # the plan says nothing about q8
     assert not runtimes.has_neural_engine()
 
 
 def test_trial_continues_without_a_compute_plan_or_a_device_list(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = bench("llama").package
-    planned(monkeypatch, Plan(None, []))
+    package = converted("llama").package
+    use_plan(monkeypatch, FakeComputePlan(None, []))
     assert runtimes.engine_share(package, "CPU_AND_NE") == {} and runtimes.has_neural_engine()
-    planned(monkeypatch, Plan(None, ["MLCPUComputeDevice"]))
+    use_plan(monkeypatch, FakeComputePlan(None, ["MLCPUComputeDevice"]))
     assert trial.measure_package(package, "CPU_ONLY", 1).fault == ""
     with pytest.raises(DeviceUnavailable, match="can't use a Neural Engine"):
         trial.measure_package(package, "CPU_AND_NE", 1)
-    planned(monkeypatch, Plan(None, ["MLCPUComputeDevice", "MLNeuralEngineComputeDevice"]))
+    use_plan(monkeypatch, FakeComputePlan(None, ["MLCPUComputeDevice", "MLNeuralEngineComputeDevice"]))
     assert runtimes.has_neural_engine()
 
 

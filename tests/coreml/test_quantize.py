@@ -22,7 +22,7 @@ from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import open_package
 from outrider.drafters.coreml.weights import GROUP_SIZE, QuantizedMatrix
 from outrider.protocol.errors import ModelError
-from tests.coreml.conftest import Bench
+from tests.coreml.conftest import Converted
 from tests.harness import mil_interpreter, mil_program
 from tests.harness.mil_program import Constant, SavedModel, SavedOperation
 
@@ -43,7 +43,7 @@ def test_mlx_and_core_ml_hold_the_same_bits(seed: int, exponent: int, offset: fl
     in_mlx = np.array(mx.dequantize(*weights.to_mlx(form), group_size=GROUP_SIZE, bits=bits))
     assert in_mlx.dtype == np.float16
     assert (in_mlx == form.values).all()
-    assert (in_mlx == _by_core_mls_formula(form)).all()
+    assert (in_mlx == _decompressed(form)).all()
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.02, 1e-4])
@@ -72,8 +72,10 @@ def test_a_width_that_does_not_divide_into_groups_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("weights", "tied"), [("int8", True), ("int4", False)], ids=["int8 tied", "int4 untied"])
-def test_package_on_disk_equals_its_mlx_twin_bit_for_bit(bench: Callable[..., Bench], weights: str, tied: bool) -> None:
-    made = bench("qwen2", weights=weights, tie_word_embeddings=tied)
+def test_package_on_disk_equals_its_mlx_twin_bit_for_bit(
+    converted: Callable[..., Converted], weights: str, tied: bool
+) -> None:
+    made = converted("qwen2", weights=weights, tie_word_embeddings=tied)
     assert made.twin is not None
     twin, _ = load_model(made.twin)
     expected = [
@@ -110,7 +112,7 @@ def test_a_checkpoint_of_four_bits_keeps_its_levels(tiny_model: Callable[..., Pa
         assert np.abs(close[0] - values).max() < 0.1 * step
 
 
-def _by_core_mls_formula(form: QuantizedMatrix) -> NDArray[np.float16]:
+def _decompressed(form: QuantizedMatrix) -> NDArray[np.float16]:
     """coremltools' own decompression."""
     from coremltools.converters.mil.mil.ops.defs.iOS18.compression import constexpr_blockwise_shift_scale
 

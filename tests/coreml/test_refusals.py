@@ -27,13 +27,13 @@ from outrider.drafters.coreml.package import (
 )
 from outrider.drafters.coreml.selection import Packages
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
-from tests.coreml.conftest import SIZES, Bench
+from tests.coreml.conftest import SIZES, Converted
 
 Model = Callable[..., Path]
 SHORT = Options(context=64)
 
 
-def refused(model: Path, tmp_path: Path, options: Options = SHORT) -> str:
+def conversion_error(model: Path, tmp_path: Path, options: Options = SHORT) -> str:
     """The sentence with which converting `model` is refused; checks that nothing is left behind."""
     (tmp_path / "out").mkdir(exist_ok=True)
     with pytest.raises(OutriderError) as caught:
@@ -68,10 +68,10 @@ def test_unsupported_architecture_is_refused(
     tiny_model: Model, tmp_path: Path, family: str, config: dict[str, Any], sentence: str
 ) -> None:
     sizes = {} if family in ("gemma3_text", "qwen3_moe") else {**SIZES, "num_hidden_layers": 2}
-    assert sentence in refused(tiny_model(family, **{**sizes, **config}), tmp_path)
+    assert sentence in conversion_error(tiny_model(family, **{**sizes, **config}), tmp_path)
 
 
-def edited(model: Path, tmp_path: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
+def copy_with_config(model: Path, tmp_path: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
     """A copy of `model` with another config.json."""
     copy = tmp_path / "edited"
     shutil.copytree(model, copy)
@@ -80,8 +80,8 @@ def edited(model: Path, tmp_path: Path, drop: tuple[str, ...] = (), **changes: A
     return copy
 
 
-def rewritten(model: Path, change: Callable[[dict[str, mx.array]], None]) -> Path:
-    """The weights of `model` changed in place."""
+def change_weights(model: Path, change: Callable[[dict[str, mx.array]], None]) -> Path:
+    """Changes the weights of `model` in place."""
     file = model / "model.safetensors"
     tensors: Any = mx.load(str(file))
     tensors = {name: mx.array(np.array(tensor)) for name, tensor in tensors.items()}
@@ -96,29 +96,33 @@ def test_traditional_rope_is_detected_by_its_behaviour(
     """Whatever config.json calls it."""
     import mlx.nn as nn
 
-    kept = nn.RoPE.__init__
+    original = nn.RoPE.__init__
 
     def traditional(self: nn.RoPE, dims: int, traditional: bool = False, *rest: Any, **others: Any) -> None:
-        kept(self, dims, True, *rest, **others)
+        original(self, dims, True, *rest, **others)
 
     monkeypatch.setattr(nn.RoPE, "__init__", traditional)
-    assert "does not rotate the two halves of a head" in refused(tiny_model("qwen2", **SIZES), tmp_path)
+    assert "does not rotate the two halves of a head" in conversion_error(tiny_model("qwen2", **SIZES), tmp_path)
 
 
 def test_missing_untied_head_is_refused(tiny_model: Model, tmp_path: Path) -> None:
-    model = edited(tiny_model("llama", **SIZES), tmp_path, tie_word_embeddings=False)
-    assert "says the output head is untied, but the checkpoint has no lm_head.weight" in refused(model, tmp_path)
+    model = copy_with_config(tiny_model("llama", **SIZES), tmp_path, tie_word_embeddings=False)
+    assert "says the output head is untied, but the checkpoint has no lm_head.weight" in conversion_error(
+        model, tmp_path
+    )
 
 
 def test_tied_head_with_weights_of_its_own_is_refused(tiny_model: Model, tmp_path: Path) -> None:
     untied = tiny_model("llama", **SIZES, tie_word_embeddings=False)
-    model = edited(untied, tmp_path, tie_word_embeddings=True)
-    assert "says the output head is tied to the embedding, but the checkpoint has another" in refused(model, tmp_path)
+    model = copy_with_config(untied, tmp_path, tie_word_embeddings=True)
+    assert "says the output head is tied to the embedding, but the checkpoint has another" in conversion_error(
+        model, tmp_path
+    )
 
 
 @pytest.fixture
 def no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversions write no graph, which takes most of their time."""
+    """Lets conversions skip the graph, whose writing takes most of their time."""
 
     def write(layout: PackageLayout, weights: object, directory: Path, progress: object) -> None:
         for path in (MODEL_PATH, WEIGHTS_PATH):
@@ -130,8 +134,8 @@ def no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_graph")
 def test_tied_head_that_is_stored_twice_is_accepted(tiny_model: Model, tmp_path: Path) -> None:
-    model = edited(tiny_model("llama", **SIZES), tmp_path)
-    rewritten(model, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    model = copy_with_config(tiny_model("llama", **SIZES), tmp_path)
+    change_weights(model, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
     assert convert(model, tmp_path / "package", SHORT).layout.architecture.tied
 
 
@@ -145,36 +149,38 @@ def test_bfloat16_becomes_float16_with_a_note(tiny_model: Model, tmp_path: Path)
 
 @pytest.mark.parametrize("bad", [1e5, np.inf, np.nan])
 def test_weights_beyond_float16_are_refused(tiny_model: Model, tmp_path: Path, bad: float) -> None:
-    model = edited(tiny_model("llama", **SIZES), tmp_path)
+    model = copy_with_config(tiny_model("llama", **SIZES), tmp_path)
 
     def spoil(tensors: dict[str, mx.array]) -> None:
         tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = bad
 
-    message = refused(rewritten(model, spoil), tmp_path)
+    message = conversion_error(change_weights(model, spoil), tmp_path)
     assert "model.layers.1.mlp.up_proj has values" in message and "65504" in message
 
 
 def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    assert "is not a model folder; expected config.json" in refused(tmp_path / "nowhere", tmp_path)
+    assert "is not a model folder; expected config.json" in conversion_error(tmp_path / "nowhere", tmp_path)
 
 
 def test_invalid_or_incomplete_config_is_refused(tiny_model: Model, tmp_path: Path) -> None:
-    model = edited(tiny_model("llama", **SIZES), tmp_path, drop=("hidden_size",))
-    assert "config.json of this llama model is incomplete (KeyError('hidden_size'))" in refused(model, tmp_path)
+    model = copy_with_config(tiny_model("llama", **SIZES), tmp_path, drop=("hidden_size",))
+    assert "config.json of this llama model is incomplete (KeyError('hidden_size'))" in conversion_error(
+        model, tmp_path
+    )
     (model / "config.json").write_text("{")
-    assert "can't be read as JSON" in refused(model, tmp_path)
+    assert "can't be read as JSON" in conversion_error(model, tmp_path)
 
 
 def test_weights_that_do_not_match_the_config_are_refused(tiny_model: Model, tmp_path: Path) -> None:
-    model = edited(tiny_model("llama", **SIZES), tmp_path, num_hidden_layers=3)
-    assert "can't be loaded" in refused(model, tmp_path)
+    model = copy_with_config(tiny_model("llama", **SIZES), tmp_path, num_hidden_layers=3)
+    assert "can't be loaded" in conversion_error(model, tmp_path)
 
 
 def test_truncated_checkpoint_is_refused(tiny_model: Model, tmp_path: Path) -> None:
-    model = edited(tiny_model("llama", **SIZES), tmp_path)
+    model = copy_with_config(tiny_model("llama", **SIZES), tmp_path)
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
-    assert "can't be loaded" in refused(model, tmp_path)
+    assert "can't be loaded" in conversion_error(model, tmp_path)
 
 
 def test_incompatible_options_are_refused(tiny_model: Model, tmp_path: Path) -> None:
@@ -185,12 +191,12 @@ def test_incompatible_options_are_refused(tiny_model: Model, tmp_path: Path) -> 
     with pytest.raises(InvalidRequest, match="states in float16 only"):
         Options(mode=Mode.HYBRID, weights="fp32")
     model = tiny_model("llama", **SIZES, max_position_embeddings=128)
-    assert "this model has 128 positions" in refused(model, tmp_path, Options(context=256))
+    assert "this model has 128 positions" in conversion_error(model, tmp_path, Options(context=256))
 
 
 def test_int4_of_an_indivisible_width_is_refused(tiny_model: Model, tmp_path: Path) -> None:
     model = tiny_model("llama", **{**SIZES, "intermediate_size": 200})
-    assert "down_proj has 200 columns; int4 needs a multiple of 64" in refused(
+    assert "down_proj has 200 columns; int4 needs a multiple of 64" in conversion_error(
         model, tmp_path, Options(weights="int4", context=64)
     )
 
@@ -210,7 +216,7 @@ def test_conversion_without_enough_free_space_is_refused(
     tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    message = refused(tiny_model("llama", **SIZES), tmp_path)
+    message = conversion_error(tiny_model("llama", **SIZES), tmp_path)
     assert "can't be written (0 MiB free, but about" in message and "free some space" in message
 
 
@@ -218,7 +224,7 @@ def test_conversion_without_enough_free_space_is_refused(
 def test_disk_that_fills_up_while_converting_leaves_no_files(
     tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """What numpy raises, and what coremltools' C++ writer does."""
+    """Numpy and coremltools' C++ writer raise different errors."""
     if step == "weights":
         monkeypatch.setattr(np, "save", _raise(OSError(errno.ENOSPC, "No space left on device")))
         expected = "No space left on device"
@@ -226,7 +232,7 @@ def test_disk_that_fills_up_while_converting_leaves_no_files(
         utils = import_coremltools().utils
         monkeypatch.setattr(utils, "save_spec", _raise(RuntimeError("[MIL FileWriter]: Unknown error")))
         expected = "MIL FileWriter"
-    assert expected in refused(tiny_model("llama", **SIZES), tmp_path)
+    assert expected in conversion_error(tiny_model("llama", **SIZES), tmp_path)
 
 
 @pytest.mark.usefixtures("no_graph")
@@ -260,31 +266,31 @@ def _raise(error: Exception) -> Callable[..., None]:
 
 
 @pytest.fixture
-def copied(bench: Callable[..., Bench], tmp_path: Path) -> Path:
-    """A package that a test may spoil."""
-    return Path(shutil.copytree(bench("llama").package.path, tmp_path / "copied"))
+def package_copy(converted: Callable[..., Converted], tmp_path: Path) -> Path:
+    """A copy of a package, which a test may damage."""
+    return Path(shutil.copytree(converted("llama").package.path, tmp_path / "package_copy"))
 
 
-def opening(directory: Path, source: Path | None = None) -> str:
+def open_error(directory: Path, source: Path | None = None) -> str:
     with pytest.raises(ModelError) as caught:
         open_package(directory, source)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_package_of_other_weights_than_the_draft_is_refused(copied: Path, tiny_model: Model) -> None:
-    message = opening(copied, tiny_model("llama", seed=5, **SIZES))
+def test_package_of_other_weights_than_the_draft_is_refused(package_copy: Path, tiny_model: Model) -> None:
+    message = open_error(package_copy, tiny_model("llama", seed=5, **SIZES))
     assert "was made from llama-" in message and "other weights than" in message
 
 
 @pytest.mark.parametrize("file", [EMBEDDING_FILE, EXPECTED_FILE, str(WEIGHTS_PATH), str(MODEL_PATH)])
-def test_changed_or_missing_package_file_is_refused(copied: Path, file: str) -> None:
-    data = bytearray((copied / file).read_bytes())
+def test_changed_or_missing_package_file_is_refused(package_copy: Path, file: str) -> None:
+    data = bytearray((package_copy / file).read_bytes())
     data[-1] ^= 1
-    (copied / file).write_bytes(data)
-    assert "is not the file its manifest names; convert the model again" in opening(copied)
-    (copied / file).unlink()
-    assert f"lacks {file}" in opening(copied)
+    (package_copy / file).write_bytes(data)
+    assert "is not the file its manifest names; convert the model again" in open_error(package_copy)
+    (package_copy / file).unlink()
+    assert f"lacks {file}" in open_error(package_copy)
 
 
 @pytest.mark.parametrize(
@@ -296,30 +302,30 @@ def test_changed_or_missing_package_file_is_refused(copied: Path, file: str) -> 
     ],
 )
 def test_manifest_that_does_not_match_its_package_is_refused(
-    copied: Path, change: dict[str, Any], sentence: str
+    package_copy: Path, change: dict[str, Any], sentence: str
 ) -> None:
-    file = copied / "manifest.json"
+    file = package_copy / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest["layout"] |= change
     file.write_text(json.dumps(manifest))
-    assert sentence in opening(copied)
+    assert sentence in open_error(package_copy)
 
 
-def test_package_with_other_functions_is_refused(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_with_other_functions_is_refused(package_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As another release could have written it."""
     monkeypatch.setattr(PackageLayout, "functions", (PackageFunction("q4", 4, True),))
-    assert "does not match the package's function q4" in opening(copied)
+    assert "does not match the package's function q4" in open_error(package_copy)
 
 
-def test_invalid_or_missing_manifest_is_refused(copied: Path, tmp_path: Path) -> None:
-    file = copied / "manifest.json"
+def test_invalid_or_missing_manifest_is_refused(package_copy: Path, tmp_path: Path) -> None:
+    file = package_copy / "manifest.json"
     file.write_text('{"format": 99}')
-    assert "has format 99; this version reads 4" in opening(copied)
+    assert "has format 99; this version reads 4" in open_error(package_copy)
     file.write_text("[]")
-    assert "has format None" in opening(copied)
+    assert "has format None" in open_error(package_copy)
     file.write_text("{")
-    assert "is not a converted model" in opening(copied)
-    assert "is not a converted model" in opening(tmp_path / "nowhere")
+    assert "is not a converted model" in open_error(package_copy)
+    assert "is not a converted model" in open_error(tmp_path / "nowhere")
 
 
 def test_a_model_is_converted_once_and_found_again_until_it_is_damaged(

@@ -22,7 +22,7 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from tests.alone import advanced
 from tests.columns import column_tokens
-from tests.coreml.conftest import CONTEXT, VOCAB, Bench
+from tests.coreml.conftest import CONTEXT, VOCAB, Converted
 from tests.harness.mil_interpreter import NumpyRuntime
 from tests.slots import open_read
 
@@ -33,12 +33,12 @@ GREEDY = SamplingParams()
 
 
 @contextmanager
-def opened(made: Bench, tokens: Sequence[int], sampling: SamplingParams = GREEDY) -> Iterator[CoreMLTree]:
+def open_tree(made: Converted, tokens: Sequence[int], sampling: SamplingParams = GREEDY) -> Iterator[CoreMLTree]:
     yield open_read(made.drafter(), tokens, sampling)
 
 
 def check_node(tree: TokenTree, node: int, path: list[int], model: nn.Module, tolerance: float) -> float:
-    """Holds the scores of `node` to the last logits of a full run of `path`; returns how far off they are at most."""
+    """Compares the scores of `node` with the last logits of a full run of `path`; returns the largest error."""
     logits = np.array(model(mx.array([path]))[0, -1].astype(mx.float32))
     gaps = np.empty(VOCAB)
     for candidate in tree.candidates([node], VOCAB)[0]:
@@ -50,11 +50,11 @@ def check_node(tree: TokenTree, node: int, path: list[int], model: nn.Module, to
 
 @pytest.mark.parametrize(("mode", "weights"), KINDS)
 def test_eight_ragged_branches_have_the_scores_of_full_runs(
-    bench: Callable[..., Bench], text: list[int], mode: str, weights: str, figure: Figure
+    converted: Callable[..., Converted], text: list[int], mode: str, weights: str, figure: Figure
 ) -> None:
-    made, draws = bench("llama", mode=mode, weights=weights), np.random.default_rng(3)
+    made, draws = converted("llama", mode=mode, weights=weights), np.random.default_rng(3)
     model, prompt = made.mlx(), text[:90]
-    with opened(made, prompt) as tree:
+    with open_tree(made, prompt) as tree:
         check_node(tree, tree.root, prompt, model, TOLERANCE[weights])
         tips, paths = [tree.root] * 8, [list(prompt) for _ in range(8)]
         for depth in range(4):
@@ -73,12 +73,12 @@ def test_eight_ragged_branches_have_the_scores_of_full_runs(
 
 @pytest.mark.parametrize(("mode", "weights"), KINDS)
 def test_scores_stay_exact_through_rollback_and_refeeding(
-    bench: Callable[..., Bench], text: list[int], mode: str, weights: str, figure: Figure
+    converted: Callable[..., Converted], text: list[int], mode: str, weights: str, figure: Figure
 ) -> None:
     """Twenty rounds of drafting and committing, more drafted tokens than the cache has slots."""
-    made, draws = bench("llama", mode=mode, weights=weights), np.random.default_rng(4)
+    made, draws = converted("llama", mode=mode, weights=weights), np.random.default_rng(4)
     model, known = made.mlx(), list(text[:70])
-    with opened(made, known) as tree:
+    with open_tree(made, known) as tree:
         for turn in range(20):
             first = tree.feed([tree.root] * 12, draws.choice(VOCAB, 12, replace=False).tolist())
             tips = tree.feed(first, draws.integers(0, VOCAB, 12).tolist())
@@ -98,9 +98,9 @@ def test_scores_stay_exact_through_rollback_and_refeeding(
         figure(f"rollback and re-feed, 20 rounds, {weights} {mode}: largest error of a gap to the best", error)
 
 
-def test_a_commit_keeps_descendants_and_drops_the_rest(bench: Callable[..., Bench], text: list[int]) -> None:
-    made = bench("llama", weights="fp32")
-    with opened(made, text[:10]) as tree:
+def test_a_commit_keeps_descendants_and_drops_the_rest(converted: Callable[..., Converted], text: list[int]) -> None:
+    made = converted("llama", weights="fp32")
+    with open_tree(made, text[:10]) as tree:
         assert (tree.root, tree.next_node, tree.committed_len) == (0, 1, 10)
         left, right = tree.feed([tree.root, tree.root], [5, 6])
         (below,) = tree.feed([left], [7])
@@ -119,9 +119,9 @@ def test_a_commit_keeps_descendants_and_drops_the_rest(bench: Callable[..., Benc
             tree.feed([other, tree.next_node], [1, None])
 
 
-def test_a_parent_may_be_fed_in_the_same_call(bench: Callable[..., Bench], text: list[int]) -> None:
-    made = bench("qwen3", weights="fp32")
-    with opened(made, text[:10]) as tree:
+def test_a_parent_may_be_fed_in_the_same_call(converted: Callable[..., Converted], text: list[int]) -> None:
+    made = converted("qwen3", weights="fp32")
+    with open_tree(made, text[:10]) as tree:
         first = tree.next_node
         nodes = tree.feed([tree.root, first, first + 1, tree.root], [5, 6, 7, 8])
         model = made.mlx()
@@ -129,18 +129,18 @@ def test_a_parent_may_be_fed_in_the_same_call(bench: Callable[..., Bench], text:
         check_node(tree, nodes[3], [*text[:10], 8], model, 1e-4)
 
 
-def test_feed_beyond_the_largest_function_is_split(bench: Callable[..., Bench], text: list[int]) -> None:
-    made = bench("llama", weights="fp32")
-    with opened(made, text[:10]) as tree:
+def test_feed_beyond_the_largest_function_is_split(converted: Callable[..., Converted], text: list[int]) -> None:
+    made = converted("llama", weights="fp32")
+    with open_tree(made, text[:10]) as tree:
         first = tree.next_node
         nodes = tree.feed([tree.root, *range(first, first + 39)], text[10:50])
         check_node(tree, nodes[-1], text[:50], made.mlx(), 1e-4)
 
 
-def test_feeding_none_feeds_the_best_token(bench: Callable[..., Bench], text: list[int]) -> None:
-    made = bench("llama", weights="fp32")
+def test_feeding_none_feeds_the_best_token(converted: Callable[..., Converted], text: list[int]) -> None:
+    made = converted("llama", weights="fp32")
     model, path = made.mlx(), list(text[:20])
-    with opened(made, path) as tree:
+    with open_tree(made, path) as tree:
         nodes = [tree.root]
         for _ in range(10):
             nodes += tree.feed(nodes[-1:], [None])
@@ -159,11 +159,11 @@ def test_feeding_none_feeds_the_best_token(bench: Callable[..., Bench], text: li
     ],
 )
 def test_scores_follow_the_sampling_contract(
-    bench: Callable[..., Bench], text: list[int], sampling: SamplingParams
+    converted: Callable[..., Converted], text: list[int], sampling: SamplingParams
 ) -> None:
-    made = bench("llama", weights="fp32")
+    made = converted("llama", weights="fp32")
     model, path, sampler = made.mlx(), list(text[:20]), Sampler(sampling, VOCAB)
-    with opened(made, path, sampling) as tree:
+    with open_tree(made, path, sampling) as tree:
         nodes = [tree.root]
         for _ in range(12):
             nodes += tree.feed(nodes[-1:], [None])
@@ -178,9 +178,9 @@ def test_scores_follow_the_sampling_contract(
             path.append(token)
 
 
-def test_residual_draws_equal_those_of_the_mlx_drafter(bench: Callable[..., Bench], text: list[int]) -> None:
-    """The same tokens from the same q, told tokens and drawn ones in turn."""
-    made, drawn = bench("llama", weights="fp32"), []
+def test_residual_draws_equal_those_of_the_mlx_drafter(converted: Callable[..., Converted], text: list[int]) -> None:
+    """The same tokens from the same q, after given and after drawn tokens."""
+    made, drawn = converted("llama", weights="fp32"), []
     sampling = SamplingParams(temp=1.0, seed=8, rule="residual", saguaro=0.5, q_width=6)
     coreml, mlx = made.drafter(), MlxDrafter.load(str(made.model_path), lambda stage: None)
     for drafter in (coreml, mlx):
@@ -201,8 +201,8 @@ def test_residual_draws_equal_those_of_the_mlx_drafter(bench: Callable[..., Benc
     np.testing.assert_allclose(shares[0], shares[1], atol=1e-4)
 
 
-def test_several_requests_share_a_drafter(bench: Callable[..., Bench], text: list[int]) -> None:
-    made = bench("llama", weights="fp32")
+def test_several_requests_share_a_drafter(converted: Callable[..., Converted], text: list[int]) -> None:
+    made = converted("llama", weights="fp32")
     drafter, model = made.drafter(), made.mlx()
     trees = [open_read(drafter, text[first : first + 30], GREEDY) for first in (0, 50)]
     tips = [tree.feed([tree.root], [9])[0] for tree in trees]
@@ -214,12 +214,12 @@ def test_several_requests_share_a_drafter(bench: Callable[..., Bench], text: lis
 
 @pytest.mark.parametrize(("mode", "weights"), KINDS)
 def test_undrafted_text_is_read_in_pieces(
-    bench: Callable[..., Bench], text: list[int], mode: str, weights: str
+    converted: Callable[..., Converted], text: list[int], mode: str, weights: str
 ) -> None:
-    """After drafts that come to nothing, and again after some that hold; then the tree grows as ever."""
-    made = bench("llama", mode=mode, weights=weights)
+    """After rejected and after accepted drafts, several times; afterwards the tree grows as usual."""
+    made = converted("llama", mode=mode, weights=weights)
     model, known = made.mlx(), list(text[:20])
-    with opened(made, known) as tree:
+    with open_tree(made, known) as tree:
         for count, pieces in ((1, 1), (80, 2), (10, 1)):
             fed = tree.feed([tree.root] * 3, [1, 2, 3])
             tree.feed(fed, [None] * 3)
@@ -236,11 +236,11 @@ def test_undrafted_text_is_read_in_pieces(
             tree.read_all([5] * CONTEXT)
 
 
-def test_work_ahead_runs_on_a_core_ml_tree(bench: Callable[..., Bench], text: list[int]) -> None:
-    """Every branch prepared for a round is what the model itself would say there."""
-    made = bench("llama", weights="fp32")
+def test_work_ahead_runs_on_a_core_ml_tree(converted: Callable[..., Converted], text: list[int]) -> None:
+    """Every branch is the model's own greedy continuation of its outcome."""
+    made = converted("llama", weights="fp32")
     model, known = made.mlx(), list(text[:24])
-    with opened(made, known) as tree:
+    with open_tree(made, known) as tree:
         work = WorkAhead(tree, (), FAN_OUT_POLICIES["best-first"], Calibration())
         work.commit((), BranchTask((), 3, 6))
         for _ in range(3):
@@ -260,9 +260,9 @@ def test_work_ahead_runs_on_a_core_ml_tree(bench: Callable[..., Bench], text: li
         assert column_tokens(tree) == known
 
 
-def test_a_scattered_cache_is_packed(bench: Callable[..., Bench], text: list[int]) -> None:
-    """Hybrid writes runs of slots; when drafting has scattered what is free, everything is fed anew, without gaps."""
-    made = bench("llama", mode="hybrid")
+def test_a_scattered_cache_is_packed(converted: Callable[..., Converted], text: list[int]) -> None:
+    """Hybrid mode writes runs of slots. When the free ones are too scattered, all tokens are fed again without gaps."""
+    made = converted("llama", mode="hybrid")
     model, runtime = made.mlx(), _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
     tree = open_read(drafter, text[:20], GREEDY)
@@ -277,9 +277,9 @@ def test_a_scattered_cache_is_packed(bench: Callable[..., Bench], text: list[int
 
 
 def test_tree_closed_while_its_prompt_is_read_leaves_no_state_behind(
-    bench: Callable[..., Bench], text: list[int]
+    converted: Callable[..., Converted], text: list[int]
 ) -> None:
-    made = bench("llama")
+    made = converted("llama")
     drafter = made.drafter()
     tree = drafter.open(text, GREEDY)
     assert tree.read(text) == 64
@@ -288,8 +288,8 @@ def test_tree_closed_while_its_prompt_is_read_leaves_no_state_behind(
     check_node(tree, tree.root, text[:10], made.mlx(), TOLERANCE["fp16"])
 
 
-def test_the_smallest_function_that_fits_is_called(bench: Callable[..., Bench], text: list[int]) -> None:
-    made = bench("llama")
+def test_the_smallest_function_that_fits_is_called(converted: Callable[..., Converted], text: list[int]) -> None:
+    made = converted("llama")
     runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
     tree = open_read(drafter, text[:1], GREEDY)
@@ -302,23 +302,23 @@ def test_the_smallest_function_that_fits_is_called(bench: Callable[..., Bench], 
     ("tokens", "sentence"),
     [([], "has no tokens"), ([1] * 257, "context of 256 tokens is full"), ([1, VOCAB], "is out of range")],
 )
-def test_invalid_prompt_is_refused(bench: Callable[..., Bench], tokens: list[int], sentence: str) -> None:
-    with pytest.raises(OutriderError, match=sentence), opened(bench("llama"), tokens):
+def test_invalid_prompt_is_refused(converted: Callable[..., Converted], tokens: list[int], sentence: str) -> None:
+    with pytest.raises(OutriderError, match=sentence), open_tree(converted("llama"), tokens):
         pass
 
 
-def test_feeding_a_full_context_is_refused(bench: Callable[..., Bench], text: list[int]) -> None:
-    with opened(bench("llama"), [*text, *text][:CONTEXT]) as tree:
+def test_feeding_a_full_context_is_refused(converted: Callable[..., Converted], text: list[int]) -> None:
+    with open_tree(converted("llama"), [*text, *text][:CONTEXT]) as tree:
         assert tree.room == 0
         tree.best([tree.root])
         with pytest.raises(DrafterFault, match="context of 256 tokens is full"):
             tree.feed([tree.root], [1])
 
 
-def test_too_many_drafted_tokens_are_refused(bench: Callable[..., Bench], text: list[int]) -> None:
+def test_too_many_drafted_tokens_are_refused(converted: Callable[..., Converted], text: list[int]) -> None:
     for mode in ("stateless", "hybrid"):
         with (
-            opened(bench("llama", mode=mode), [*text, *text][: CONTEXT - 1]) as tree,
+            open_tree(converted("llama", mode=mode), [*text, *text][: CONTEXT - 1]) as tree,
             pytest.raises(DrafterFault, match="slots"),
         ):
             for _ in range(20):
@@ -327,9 +327,9 @@ def test_too_many_drafted_tokens_are_refused(bench: Callable[..., Bench], text: 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_non_finite_logits_end_drafting_for_the_request(
-    bench: Callable[..., Bench], text: list[int], bad: float
+    converted: Callable[..., Converted], text: list[int], bad: float
 ) -> None:
-    made = bench("llama")
+    made = converted("llama")
     runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
     tree = open_read(drafter, text[:10], GREEDY)
@@ -339,25 +339,27 @@ def test_non_finite_logits_end_drafting_for_the_request(
             tree.feed([tree.root], [1])
     tree.close()
     runtime.poison = None
-    other = open_read(drafter, text[:10], GREEDY)  # the next request may fare better
+    other = open_read(drafter, text[:10], GREEDY)  # the next request is not affected
     assert other.best([other.root])
 
 
-def test_keys_that_are_not_finite_do_not_reach_later_requests(bench: Callable[..., Bench], text: list[int]) -> None:
-    """Of a masked slot, too, a key that is NaN would make every score NaN; and a closed text's cache is used again."""
-    made = bench("llama")
+def test_keys_that_are_not_finite_do_not_reach_later_requests(
+    converted: Callable[..., Converted], text: list[int]
+) -> None:
+    """A key that is NaN makes every score NaN even in a masked slot, and the cache of a closed text is reused."""
+    made = converted("llama")
     runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
-    runtime.spoilt = "k_new"
+    runtime.nan_output = "k_new"
     with pytest.raises(DrafterFault, match="returned keys that are NaN or infinite"):
         open_read(drafter, text[:100], GREEDY)
-    runtime.spoilt = ""
+    runtime.nan_output = ""
     tree = open_read(drafter, text[:10], GREEDY)
     check_node(tree, tree.root, text[:10], made.mlx(), TOLERANCE["fp16"])
 
 
-def test_failed_device_raises_a_runtime_fault(bench: Callable[..., Bench], text: list[int]) -> None:
-    made = bench("llama")
+def test_failed_device_raises_a_runtime_fault(converted: Callable[..., Converted], text: list[int]) -> None:
+    made = converted("llama")
     runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
     tree = open_read(drafter, text[:10], GREEDY)
@@ -366,9 +368,9 @@ def test_failed_device_raises_a_runtime_fault(bench: Callable[..., Bench], text:
         tree.best(tree.feed([tree.root], [1]))
 
 
-def test_input_buffers_are_allocated_once(bench: Callable[..., Bench], text: list[int]) -> None:
-    """Core ML lets go of inputs late, so what it was given must never be freed."""
-    made = bench("llama")
+def test_input_buffers_are_allocated_once(converted: Callable[..., Converted], text: list[int]) -> None:
+    """Core ML releases inputs late, so the buffers that it was given must never be freed."""
+    made = converted("llama")
     runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
     for _ in range(2):
@@ -382,16 +384,16 @@ def test_input_buffers_are_allocated_once(bench: Callable[..., Bench], text: lis
 
 
 class _RecordingRuntime:
-    """The reference interpreter, watched or broken."""
+    """The reference interpreter, which records its calls and can be made to fail."""
 
     name, compile_seconds = "the watched runtime", 0.0
 
-    def __init__(self, made: Bench) -> None:
+    def __init__(self, made: Converted) -> None:
         self._inner = NumpyRuntime(made.package.path)
         self.calls: list[str] = []
         self.buffers: dict[str, set[int]] = {}
         self.poison: float | None = None
-        self.spoilt = ""
+        self.nan_output = ""
         self.broken = False
 
     def new_state(self) -> RuntimeState | None:
@@ -403,8 +405,8 @@ class _RecordingRuntime:
         if self.broken:
             raise RuntimeFault("the watched runtime is out of order")
         outputs = self._inner.call(function, inputs, state)
-        if self.spoilt:
-            outputs[self.spoilt][0, 0, 0, 0] = np.nan
+        if self.nan_output:
+            outputs[self.nan_output][0, 0, 0, 0] = np.nan
         if self.poison is not None:
             outputs["logits_0"][0, 3, 0, 0] = self.poison
         return outputs
