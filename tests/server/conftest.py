@@ -1,4 +1,4 @@
-"""The servers of these tests, started once, and ended when the last one of them is over."""
+"""The servers of these tests, which are started once and closed after the last test."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from outrider import LocalCluster
 from tests.harness.scripted_model import write_scripted
 from tests.server.collector import Collector, collecting
 from tests.server.plain_model import write_plain
-from tests.server.running_server import KEY, STREAMS, RunningServer, command, serving
+from tests.server.running_server import KEY, STREAMS, RunningServer, serve_command, serving
 from tests.tiny import Pair
 
-if TYPE_CHECKING:  # a second each: they are imported by whoever uses them
+if TYPE_CHECKING:  # importing each takes a second, so only the fixtures that use them do
     import anthropic
     import openai
 
@@ -60,7 +60,7 @@ def running_servers(
 ) -> Iterator[tuple[RunningServer, RunningServer]]:
     """The servers of the chat model and of the plain pair; they start in parallel.
 
-    The chat model is asked for formats, so it drafts only for requests that name a mode.
+    The chat model is mostly tested with output formats, so it drafts only for requests that name a mode.
     """
     folder = tmp_path_factory.mktemp("http")
 
@@ -72,8 +72,9 @@ def running_servers(
                 serving(cluster.endpoint, scripted, folder, max_streams_per_key=STREAMS, otlp_endpoint=collector.url)
             )
 
-        waiting = [pool.submit(attached), pool.submit(lambda: stack.enter_context(command(plain, folder / "log")))]
-        one, two = (future.result() for future in waiting)
+        chat = pool.submit(attached)
+        pair = pool.submit(lambda: stack.enter_context(serve_command(plain, folder / "log")))
+        one, two = chat.result(), pair.result()
         yield one, two
 
 

@@ -1,4 +1,4 @@
-"""A small random model that writes ASCII with the tiny pair's tokenizer, at a tenth of the cost of its texts."""
+"""A small random model that writes ASCII with the tiny pair's tokenizer, at a tenth of the tiny pair's cost."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HEAD = "lm_head.weight"
 
 
 def write_plain(path: Path, noise: float = 0.0) -> Path:
-    """Writes the model to `path`; with little `noise`, one that often agrees with it.
+    """Writes the model to `path`; with a little `noise`, a draft that often agrees with it.
 
-    It ends a text, or writes bytes that are no text of their own, only where a grammar leaves nothing else.
+    It generates EOS, and tokens that are no ASCII text by themselves, only if a grammar allows nothing else.
     """
     config = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 1, "tie_word_embeddings": False}
     write_model(path, "llama", noise=noise, **config)

@@ -22,7 +22,7 @@ KEY = "a-key-of-the-tests"
 START_SECONDS = 200.0
 TRIES = 20
 STREAMS = 4
-"""Answers at once to each caller of the chat model's."""
+"""The limit of concurrent answers to each caller of the chat model's server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RunningServer:
 
 @contextmanager
 def serving(endpoint: str, model: Path, folder: Path, **settings: object) -> Iterator[RunningServer]:
-    """HTTP for a cluster that runs already, and serves `endpoint`."""
+    """Serves HTTP for a running cluster, whose clients' endpoint is `endpoint`."""
     listener = HttpListener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
     process = listener.serve(endpoint, find_model(str(model)), folder, "warning")
     try:
@@ -49,8 +49,8 @@ def serving(endpoint: str, model: Path, folder: Path, **settings: object) -> Ite
 
 
 @contextmanager
-def command(pair: Pair, log: Path) -> Iterator[RunningServer]:
-    """`outrider serve` with a pair, as an operator starts it; it must exit with 0 and end HTTP."""
+def serve_command(pair: Pair, log: Path) -> Iterator[RunningServer]:
+    """Runs `outrider serve` with a pair, as an operator does; it must exit with 0 and stop HTTP."""
     models = ("--model", str(pair.target), "--draft-model", str(pair.draft))
     line = python("-m", "outrider", "serve", *models, "--port", "0", "--log-format", "json", "--log-level", "info")
     with log.open("wb") as stderr:
@@ -62,11 +62,11 @@ def command(pair: Pair, log: Path) -> Iterator[RunningServer]:
     finally:
         process.terminate()
         ended = process.wait(START_SECONDS)
-    if ended != 0 or answers(endpoints["HTTP"]):
+    if ended != 0 or responds(endpoints["HTTP"]):
         raise RuntimeError(f"outrider serve ended with {ended}, and HTTP {'after' if ended else 'not with'} it")
 
 
-def answers(url: str) -> bool:
+def responds(url: str) -> bool:
     try:
         httpx.get(f"{url}/health", timeout=5)
     except httpx.TransportError:
@@ -79,7 +79,7 @@ def wait_until_up(url: str, process: HttpProcess | None = None) -> None:
     while time.monotonic() < until:
         if process is not None:
             process.check()
-        if answers(url):
+        if responds(url):
             return
         time.sleep(0.05)
     raise TimeoutError(f"there is no answer from {url}")

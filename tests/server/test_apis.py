@@ -59,12 +59,13 @@ def test_http_text_equals_that_of_the_python_client(pair: RunningServer, path: s
     """A model without a chat template reads the message itself."""
     sampling = SamplingParams(max_tokens=24, temp=0.8, top_p=0.95, seed=11, repetition_penalty=1.1)
     expected = pair.client.generate(PROMPT, sampling, mode="ar")
-    said = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
-    asked = {**said, "max_tokens": 24, "temperature": 0.8, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.1}
+    fields = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    asked = {**fields, "max_tokens": 24, "temperature": 0.8, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.1}
     if stream:
-        told = events(pair, path, **asked)
-        text = "".join(c.get("text", "") or c.get("delta", {}).get("content", "") for e in told for c in e["choices"])
-        last = told[-1]
+        received = events(pair, path, **asked)
+        choices = [choice for event in received for choice in event["choices"]]
+        text = "".join(c.get("text", "") or c.get("delta", {}).get("content", "") for c in choices)
+        last = received[-1]
     else:
         last = post(pair, path, **asked).json()
         text = last["choices"][0].get("text") or last["choices"][0]["message"]["content"]
@@ -91,7 +92,7 @@ def test_speculation_settings_do_not_change_the_text(pair: RunningServer, mode: 
     answer = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=16, speculation=speculation).json()
     assert answer["choices"][0]["text"] == pair.client.generate(PROMPT, SamplingParams(max_tokens=16)).text
     assert answer["outrider"]["mode"] == mode
-    if mode != "ssd":  # which drafts what there is time for
+    if mode != "ssd":  # SSD drafts only what it has time for
         assert (answer["timings"]["draft_n"] > 0) == (mode == "sd")
 
 
@@ -124,11 +125,11 @@ def test_schema_constrained_text_is_valid_and_drafted(
     pair: RunningServer, other_ai: openai.OpenAI, stream: bool
 ) -> None:
     asked: Any = {"model": MODEL, "messages": PLAIN_PROMPT, "response_format": IN_FORM, "temperature": 0.9, "seed": 5}
-    asked["extra_body"] = {"speculation": {"mode": "sd"}}  # which always asks for a draft, whatever that costs here
+    asked["extra_body"] = {"speculation": {"mode": "sd"}}  # which always drafts, even if that is slower
     if stream:
-        told = list(other_ai.chat.completions.create(**asked, stream=True))
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in told)
-        finish, timings = told[-1].choices[0].finish_reason, told[-1].model_extra["timings"]
+        chunks = list(other_ai.chat.completions.create(**asked, stream=True))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        finish, timings = chunks[-1].choices[0].finish_reason, chunks[-1].model_extra["timings"]
     else:
         answer = other_ai.chat.completions.create(**asked)
         text = answer.choices[0].message.content or ""
@@ -161,8 +162,8 @@ def test_responses_and_messages_apis_support_output_formats(pair: RunningServer,
     text: Any = {"format": {"type": "json_schema", "name": "form", "schema": FORM}}
     assert json.loads(other_ai.responses.create(model=MODEL, input=PROMPT, text=text).output_text)["kind"]
     config: Any = {"format": {"type": "json_schema", "schema": FORM}}
-    said = post(pair, "/v1/messages", messages=PLAIN_PROMPT, max_tokens=64, output_config=config).json()
-    assert json.loads(said["content"][0]["text"])["kind"] and said["stop_reason"] == "end_turn"
+    answer = post(pair, "/v1/messages", messages=PLAIN_PROMPT, max_tokens=64, output_config=config).json()
+    assert json.loads(answer["content"][0]["text"])["kind"] and answer["stop_reason"] == "end_turn"
 
 
 def test_content_of_a_formatted_answer_excludes_thinking(chat: RunningServer) -> None:
@@ -202,7 +203,7 @@ def test_unlimited_completion_has_the_room_that_its_own_prompt_leaves(pair: Runn
 
 
 def test_echoed_prompt_has_the_logprobs_of_its_generation(pair: RunningServer) -> None:
-    """As lm-evaluation-harness asks for them: a text's tokens are worth the same generated and read."""
+    """As lm-evaluation-harness requests them: generated and echoed tokens have the same log-probabilities."""
     asked: Any = {"logprobs": 2, "return_token_ids": True}
     (first,) = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=24, **asked).json()["choices"]
     text = [*post(pair, "/tokenize", prompt=PROMPT).json()["tokens"], *first["token_ids"]]
@@ -224,10 +225,10 @@ def test_echoed_prompt_has_the_logprobs_of_its_generation(pair: RunningServer) -
 
 def test_max_tokens_of_minus_1_sets_no_limit(chat: RunningServer, pair: RunningServer) -> None:
     """As in llama.cpp and LM Studio."""
-    said = {"messages": [{"role": "user", "content": "hi"}]}
-    ended = post(chat, "/v1/chat/completions", **said).json()
+    conversation = {"messages": [{"role": "user", "content": "hi"}]}
+    ended = post(chat, "/v1/chat/completions", **conversation).json()
     for name in ("max_tokens", "max_completion_tokens"):
-        assert post(chat, "/v1/chat/completions", **said, **{name: -1}).json()["choices"] == ended["choices"]
+        assert post(chat, "/v1/chat/completions", **conversation, **{name: -1}).json()["choices"] == ended["choices"]
     whole = pair.client.generate(PROMPT, SamplingParams(max_tokens=60)).text
     (text,) = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=-1, temperature=0, stop=whole[-6:]).json()[
         "choices"
@@ -243,23 +244,23 @@ def test_echo_with_no_tokens_returns_and_scores_the_prompt_alone(pair: RunningSe
     assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
     assert choice["logprobs"] == {name: rows[:-1] for name, rows in more.items()}
     assert body["usage"]["completion_tokens"] == 0
-    starts = [*choice["logprobs"]["text_offset"], len(PROMPT)]  # of which the tokenizer's own first token has no part
+    starts = [*choice["logprobs"]["text_offset"], len(PROMPT)]  # the tokenizer's own first token has no text
     assert [PROMPT[a:b] for a, b in pairwise(starts)] == ["", *choice["logprobs"]["tokens"][1:]]
     events = post(pair, "/v1/completions", max_tokens=0, stream=True, **asked).text.split("\n\n")
-    told = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
-    assert "".join(choice["text"] for event in told for choice in event["choices"]) == PROMPT
+    received = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+    assert "".join(choice["text"] for event in received for choice in event["choices"]) == PROMPT
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_completion_logprobs_are_parallel_lists(other_ai: openai.OpenAI, stream: bool) -> None:
     asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "logprobs": 2, "stop": ["zzz"]}
     if stream:
-        told = [chunk.choices[0] for chunk in other_ai.completions.create(**asked, stream=True)]
+        choices = [chunk.choices[0] for chunk in other_ai.completions.create(**asked, stream=True)]
     else:
-        told = [other_ai.completions.create(**asked).choices[0]]
-    lists = [choice.logprobs for choice in told if choice.logprobs is not None]
+        choices = [other_ai.completions.create(**asked).choices[0]]
+    lists = [choice.logprobs for choice in choices if choice.logprobs is not None]
     tokens = [token for one in lists for token in one.tokens or ()]
-    assert "".join(tokens) == "".join(choice.text for choice in told) and len(tokens) == 12
+    assert "".join(tokens) == "".join(choice.text for choice in choices) and len(tokens) == 12
     places = [place for one in lists for place in one.text_offset or ()]
     assert places == [len("".join(tokens[:count])) for count in range(12)]
     tops = [top for one in lists for top in one.top_logprobs or ()]
@@ -282,20 +283,20 @@ def test_best_of_returns_the_likeliest_texts(pair: RunningServer) -> None:
 
 # --- where tokens came from, round by round -------------------------------------------------------------------------
 
-WATCHED = {"origins": True, "rounds": True}
+DETAILS = {"origins": True, "rounds": True}
 
 
 @matrix(path=["/v1/completions", "/v1/chat/completions"], stream=[False, True], mode=["ar", "sd", "ssd"])
 def test_origins_and_rounds_agree_with_the_timings(pair: RunningServer, path: str, stream: bool, mode: str) -> None:
-    said = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": PLAIN_PROMPT}
-    asked = {**said, "max_tokens": 48, "temperature": 0.8, "seed": 2, "speculation": {**WATCHED, "mode": mode}}
-    for _ in range(TRIES if mode == "sd" else 1):  # until some draft comes in time
-        told = events(pair, path, **asked) if stream else [post(pair, path, **asked).json()]
-        if told[-1]["timings"]["draft_n_accepted"]:
+    fields = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": PLAIN_PROMPT}
+    asked = {**fields, "max_tokens": 48, "temperature": 0.8, "seed": 2, "speculation": {**DETAILS, "mode": mode}}
+    for _ in range(TRIES if mode == "sd" else 1):  # until a draft is in time
+        received = events(pair, path, **asked) if stream else [post(pair, path, **asked).json()]
+        if received[-1]["timings"]["draft_n_accepted"]:
             break
-    choices = [choice for event in told for choice in event["choices"]]
+    choices = [choice for event in received for choice in event["choices"]]
     text = "".join(c.get("text") or (c.get("delta") or c.get("message", {})).get("content") or "" for c in choices)
-    seen, times = [choice["speculation"] for choice in choices if "speculation" in choice], told[-1]["timings"]
+    seen, times = [choice["speculation"] for choice in choices if "speculation" in choice], received[-1]["timings"]
     tokens = [token for one in seen for token in one.get("origins", ())]
     rounds = [record for one in seen for record in one.get("rounds", ())]
     assert "".join(token["text"] for token in tokens) == text
@@ -305,22 +306,22 @@ def test_origins_and_rounds_agree_with_the_timings(pair: RunningServer, path: st
     assert [record["round"] for record in rounds] == list(range(times["rounds"]))
     assert sum(record["lookup"] in ("hit", "grown") for record in rounds) == times["cache_hits"]
     assert times["cache_hits"] == 0 or mode == "ssd"
-    if mode != "ssd":  # which drafts what there is time for
+    if mode != "ssd":  # SSD drafts only what it has time for
         assert (drafted > 0) == any(record["drafting"] for record in rounds) == (mode == "sd")
 
 
 def test_times_of_rounds_are_on_one_clock(pair: RunningServer) -> None:
     """Verifies do not overlap, and a branch that hits was drafted before its verify began."""
-    asked = {"prompt": PROMPT, "max_tokens": 48, "speculation": {**WATCHED, "mode": "ssd"}}
+    asked = {"prompt": PROMPT, "max_tokens": 48, "speculation": {**DETAILS, "mode": "ssd"}}
 
-    def told() -> list[Any]:
+    def generate_rounds() -> list[Any]:
         found: list[Any] = post(pair, "/v1/completions", **asked).json()["choices"][0]["speculation"]["rounds"]
         return found
 
-    rounds = told()
+    rounds = generate_rounds()
     while not any(record["lookup"] == "hit" for record in rounds):  # nothing prepared came in time
         with slowed(pid_of(pair.client, "target")):
-            rounds = told()
+            rounds = generate_rounds()
     for before, after in pairwise(rounds):
         assert 0 <= ended(before["verify"]) <= after["verify"]["start_ms"]
     begun: dict[int, list[float]] = {}
@@ -380,11 +381,11 @@ def test_prompt_tokens_come_from_the_cache_or_are_written_to_it(chat: RunningSer
 
 def test_a_stream_ends_with_its_usage(ai: openai.OpenAI) -> None:
     options = {"include_usage": True}
-    told = list(ai.chat.completions.create(model="chatty", messages=HELLO, stream=True, stream_options=options))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in told[:-1]) == text_of(PLAIN)
-    assert told[0].choices[0].delta.role == "assistant" and told[-2].choices[0].finish_reason == "stop"
-    assert told[-1].choices == [] and told[-1].usage is not None and told[-1].usage.completion_tokens == 5
-    assert len({chunk.id for chunk in told}) == 1
+    chunks = list(ai.chat.completions.create(model="chatty", messages=HELLO, stream=True, stream_options=options))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == text_of(PLAIN)
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 5
+    assert len({chunk.id for chunk in chunks}) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -394,15 +395,15 @@ def test_tools_are_called_and_their_results_are_read(ai: openai.OpenAI, stream: 
         chunks = list(ai.chat.completions.create(**asked, stream=True))
         deltas = [chunk.choices[0].delta for chunk in chunks]
         (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
-        said, finish = "".join(delta.content or "" for delta in deltas), chunks[-1].choices[0].finish_reason
+        text, finish = "".join(delta.content or "" for delta in deltas), chunks[-1].choices[0].finish_reason
     else:
         answer = ai.chat.completions.create(**asked)
         (call,) = answer.choices[0].message.tool_calls or ()
-        said, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
+        text, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", PARIS)
-    assert said == "I look." and finish == "tool_calls"
+    assert text == "I look." and finish == "tool_calls"
     function = {"name": call.function.name, "arguments": call.function.arguments}
-    called = {"role": "assistant", "content": said,
+    called = {"role": "assistant", "content": text,
               "tool_calls": [{"id": call.id, "type": "function", "function": function}]}  # fmt: skip
     result = {"role": "tool", "tool_call_id": call.id, "content": "22 C"}
     answered = ai.chat.completions.create(model="chatty", messages=[*HELLO, called, result], tools=[TOOL])
@@ -440,11 +441,11 @@ def test_chat_thinking_is_separate_from_the_content(chat: RunningServer, stream:
     if stream:
         deltas = [c["delta"] for e in events(chat, "/v1/chat/completions", **asked) for c in e["choices"]]
         thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
-        said = "".join(delta.get("content", "") for delta in deltas)
+        text = "".join(delta.get("content", "") for delta in deltas)
     else:
         message = post(chat, "/v1/chat/completions", **asked).json()["choices"][0]["message"]
-        thought, said = message["reasoning_content"], message["content"]
-    assert (thought.strip(), said) == ("Hmm, let me see.", "It is four.")
+        thought, text = message["reasoning_content"], message["content"]
+    assert (thought.strip(), text) == ("Hmm, let me see.", "It is four.")
 
 
 def test_continue_final_message_continues_the_assistants_turn(chat: RunningServer) -> None:
@@ -471,11 +472,11 @@ def test_responses_api_returns_text_and_function_calls(ai: openai.OpenAI) -> Non
 def test_openai_client_assembles_a_streamed_response(ai: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "strict": False, **WEATHER}
     with ai.responses.stream(model="chatty", input="hi", tools=[tool]) as stream:
-        told = list(stream)
+        events = list(stream)
         final = stream.get_final_response()
     assert [item.type for item in final.output] == ["message", "function_call"]
     assert final.output_text == "I look." and final.usage is not None and final.usage.output_tokens == 7
-    assert [event.sequence_number for event in told] == sorted({event.sequence_number for event in told})
+    assert [event.sequence_number for event in events] == sorted({event.sequence_number for event in events})
     cut = ai.responses.create(model="chatty", input="hi", max_output_tokens=2)
     assert cut.status == "incomplete" and cut.output_text == "Hello there"
 
@@ -514,8 +515,8 @@ def test_anthropic_client_assembles_a_streamed_tool_use(claude: anthropic.Anthro
     tool: Any = {"name": "get_weather", "input_schema": WEATHER["parameters"]}
     with claude.messages.stream(model="chatty", max_tokens=40, messages=HELLO, tools=[tool]) as stream:
         final = stream.get_final_message()
-    said, use = final.content
-    assert said.type == "text" and said.text == "I look."
+    text, use = final.content
+    assert text.type == "text" and text.text == "I look."
     assert use.type == "tool_use" and (use.name, use.input) == ("get_weather", PARIS)
     assert final.stop_reason == "tool_use" and final.usage.output_tokens == 7
     result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "22 C"}]}
@@ -531,45 +532,45 @@ def test_messages_api_returns_thinking_as_a_separate_block(claude: anthropic.Ant
     assert [block.type for block in final.content] == ["thinking", "text"]
 
 
-# --- who asks -------------------------------------------------------------------------------------------------------
+# --- clients that disconnect, read nothing, or send too much --------------------------------------------------------
 
 
 def test_a_client_that_disconnects_cancels_its_request(chat: RunningServer) -> None:
-    """Streamed or not: its place is free again long before the text would have ended."""
+    """Streamed or not: its slot is free again long before the text would have ended."""
     endless = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 1_000_000}
     for stream in (True, False):
         before = chat.client.stats().finished
         body = json.dumps({**endless, "stream": stream}).encode()
-        with raw(chat, body) as connection:
-            until(lambda: chat.client.stats().active == 1)
+        with send_chat(chat, body) as connection:
+            wait_until(lambda: chat.client.stats().active == 1)
             if stream:
                 assert b"200" in connection.recv(100)
-        until(lambda: chat.client.stats().active == 0)
+        wait_until(lambda: chat.client.stats().active == 0)
         assert chat.client.stats().finished == before + 1
 
 
 def test_client_that_reads_nothing_does_not_delay_others(chat: RunningServer) -> None:
     endless = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 300, "stream": True}
-    with raw(chat, json.dumps(endless).encode()):
+    with send_chat(chat, json.dumps(endless).encode()):
         answers = [post(chat, "/v1/chat/completions", messages=HELLO).json() for _ in range(3)]
     assert {answer["choices"][0]["message"]["content"] for answer in answers} == {text_of(PLAIN)}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_answer_that_exceeds_its_timeout_fails_with_504(chat: RunningServer, path: str) -> None:
-    said: dict[str, Any] = {"input": "hi"} if path == "/v1/responses" else {"messages": HELLO}
-    asked = {**said, "max_tokens": 10**6, "chat_template_kwargs": {"long": True}, "timeout": 0.2}
+    fields: dict[str, Any] = {"input": "hi"} if path == "/v1/responses" else {"messages": HELLO}
+    asked = {**fields, "max_tokens": 10**6, "chat_template_kwargs": {"long": True}, "timeout": 0.2}
     if path == "/v1/responses":
         asked["max_output_tokens"] = asked.pop("max_tokens")
     late = post(chat, path, **asked)
     assert late.status_code == 504 and "not complete after 0.2 s" in late.json()["error"]["message"]
-    told: list[Any] = []
-    while not told:  # on a busy machine a stream may not have begun by then, and fails as a whole
-        told = events(chat, path, **asked)
-    last = told[-1]
+    received: list[Any] = []
+    while not received:  # on a busy machine a stream may not have begun by then, and fails as a whole
+        received = events(chat, path, **asked)
+    last = received[-1]
     assert "not complete after 0.2 s" in (last.get("response") or last)["error"]["message"]
     assert "response" in last or last["request_id"].startswith("req_")
-    until(lambda: chat.client.stats().active == 0)
+    wait_until(lambda: chat.client.stats().active == 0)
 
 
 @pytest.mark.parametrize("n", [1, STREAMS])
@@ -577,18 +578,18 @@ def test_concurrent_answers_per_caller_are_limited(chat: RunningServer, ai: open
     body = json.dumps({"messages": HELLO, "chat_template_kwargs": {"long": True}, "stream": True, "n": n}).encode()
     with ExitStack() as stack:
         for _ in range(STREAMS // n):
-            stack.enter_context(raw(chat, body))
-        until(lambda: chat.client.stats().active == STREAMS)
+            stack.enter_context(send_chat(chat, body))
+        wait_until(lambda: chat.client.stats().active == STREAMS)
         refused = post(chat, "/v1/chat/completions", messages=HELLO)
         assert refused.status_code == 429 and refused.headers["retry-after"]
         assert "--max-streams-per-key" in refused.json()["error"]["message"]
         assert ai.chat.completions.create(model="chatty", messages=HELLO).choices[0].message.content  # has a key
-    until(lambda: chat.client.stats().active == 0)
-    until(lambda: post(chat, "/v1/chat/completions", messages=HELLO).status_code == 200)
+    wait_until(lambda: chat.client.stats().active == 0)
+    wait_until(lambda: post(chat, "/v1/chat/completions", messages=HELLO).status_code == 200)
 
 
-def raw(server: RunningServer, body: bytes) -> socket.socket:
-    """Returns a connection with a request for a chat, of whose answer nothing is read."""
+def send_chat(server: RunningServer, body: bytes) -> socket.socket:
+    """Sends a chat request and returns the connection, without reading the answer."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)), timeout=200)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -596,7 +597,7 @@ def raw(server: RunningServer, body: bytes) -> socket.socket:
     return connection
 
 
-def until(holds: Any, seconds: float = 200.0) -> None:
+def wait_until(holds: Any, seconds: float = 200.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
@@ -655,15 +656,15 @@ def test_lost_http_process_is_restarted_on_the_same_port(chat: RunningServer, mo
     process = chat.process
     assert process is not None
     before = process.pid
-    process.drain()  # as SIGTERM has it; who comes after it knows nothing of it
-    until(lambda: httpx.get(f"{chat.url}/ready").json()["status"] == "ending")
+    process.drain()  # as after SIGTERM; the process that replaces it does not drain
+    wait_until(lambda: httpx.get(f"{chat.url}/ready").json()["status"] == "ending")
     refused = post(chat, "/v1/chat/completions", messages=HELLO)
     assert refused.status_code == 503 and refused.headers["retry-after"]
     monkeypatch.setattr(http_process, "MIN_UPTIME_SECONDS", math.inf)
     os.kill(before, signal.SIGKILL)
     ended = r"^the HTTP server ended with code -9(, most likely|$)"
-    with pytest.raises(WorkerError, match=ended):  # one that has only just begun would end again
-        until(lambda: process.check() is not None)
+    with pytest.raises(WorkerError, match=ended):  # a process that ended soon after its start is not restarted
+        wait_until(lambda: process.check() is not None)
     monkeypatch.setattr(http_process, "MIN_UPTIME_SECONDS", 0.0)
     process.check()
     wait_until_up(chat.url, process)
@@ -683,7 +684,7 @@ def test_an_unknown_host_is_refused_in_plain_words(host: str) -> None:
     assert "[Errno" not in str(raised.value)
 
 
-def test_without_ipv6_an_address_of_it_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ipv6_address_on_a_host_without_ipv6_is_an_endpoint_error(monkeypatch: pytest.MonkeyPatch) -> None:
     made = socket.socket
 
     def refuse(family: int = socket.AF_INET, *rest: Any, **options: Any) -> socket.socket:

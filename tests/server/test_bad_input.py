@@ -53,11 +53,11 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 @pytest.fixture(scope="module")
 def ask(chatty: ServedModel) -> Ask:
-    return asking(chatty)
+    return make_ask(chatty)
 
 
-def asking(model: ServedModel, base: str = "http://127.0.0.1:8080", **settings: Any) -> Ask:
-    """`ask(path, method="POST", **httpx arguments)` of an application in this process."""
+def make_ask(model: ServedModel, base: str = "http://127.0.0.1:8080", **settings: Any) -> Ask:
+    """Returns `ask(path, method="POST", **httpx arguments)`, which sends requests to an application in this process."""
     app = build_app(model, CallerClients(NOBODY), HttpSettings(**settings))
 
     def ask(path: str, method: str = "POST", **arguments: Any) -> httpx.Response:
@@ -73,13 +73,13 @@ def asking(model: ServedModel, base: str = "http://127.0.0.1:8080", **settings: 
 
 def error_message(answer: httpx.Response, anthropic: bool = False) -> str:
     """Returns the message of an error, which has its API's shape and names its request."""
-    told = answer.json()
+    body = answer.json()
     assert "Traceback" not in answer.text and answer.headers["x-request-id"]
     if anthropic:
-        assert told["type"] == "error" and set(told["error"]) == {"type", "message"} and told["request_id"]
+        assert body["type"] == "error" and set(body["error"]) == {"type", "message"} and body["request_id"]
     else:
-        assert set(told["error"]) == {"message", "type", "param", "code"}
-    return str(told["error"]["message"])
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+    return str(body["error"]["message"])
 
 
 MALFORMED_BODIES = {
@@ -162,7 +162,7 @@ LARGE_BODIES = {
 
 @pytest.mark.parametrize(("kind", "body"), LARGE_BODIES.values(), ids=LARGE_BODIES)
 def test_errors_of_a_large_body_are_limited(kind: type[BaseModel], body: dict[str, Any]) -> None:
-    """Each costs time that delays all other answers: a million took half a minute."""
+    """Formatting them delays all other answers: a million errors took half a minute."""
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert refused.value.error_count() < 10
@@ -223,7 +223,7 @@ def test_invalid_field_is_refused_by_every_api(ask: Ask, path: str, wrong: dict[
 def test_validation_error_names_the_field_of_the_intended_alternative(
     ask: Ask, path: str, wrong: dict[str, Any], words: str
 ) -> None:
-    """Not the first alternative that fails, by the library's name for it."""
+    """Not the first alternative that fails, under pydantic's name for it."""
     assert error_message(ask(path, json={**PATHS[path], **wrong})).startswith(words)
 
 
@@ -341,23 +341,23 @@ def test_an_unknown_path_or_method_is_refused(ask: Ask) -> None:
 
 
 def test_harmless_fields_are_accepted(ask: Ask) -> None:
-    """It gets as far as the orchestrator, which does not run."""
+    """The request is valid: it fails only because no orchestrator runs."""
     more = {"user": "u", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "logprobs": False}
     assert ask(CHAT, json={**CHAT_BODY, **more, "response_format": {"type": "text"}}).status_code == 503
     assert ask(CHAT, json={**CHAT_BODY, "functions": [], "audio": None, "web_search_options": {}}).status_code == 503
     stored = {"store": True, "include": ["x"], "metadata": {}, "max_tool_calls": 1}
     assert ask(RESPOND, json={"input": "x", **stored}).status_code == 503
     cached = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
-    said = {"messages": [{"role": "user", "content": [cached]}], "system": [cached], "max_tokens": 5}
-    assert ask(CLAUDE, json={**said, "metadata": {"user_id": "u"}, "context_management": {}}).status_code == 503
+    fields = {"messages": [{"role": "user", "content": [cached]}], "system": [cached], "max_tokens": 5}
+    assert ask(CLAUDE, json={**fields, "metadata": {"user_id": "u"}, "context_management": {}}).status_code == 503
 
 
 def test_a_refusal_in_the_history_is_text_of_the_assistant(chatty: ServedModel) -> None:
     """A client that changes the server in the middle of a conversation replays what the earlier one wrote."""
     part, text = {"type": "refusal", "refusal": "No."}, {"role": "assistant", "content": "No."}
     for earlier in ({"content": [part]}, {"content": None, "refusal": "No."}, {"content": "No.", "refusal": None}):
-        said = [*CHAT_BODY["messages"], {"role": "assistant", **earlier}, *CHAT_BODY["messages"]]
-        asked = ChatRequest.model_validate({"messages": said})
+        turns = [*CHAT_BODY["messages"], {"role": "assistant", **earlier}, *CHAT_BODY["messages"]]
+        asked = ChatRequest.model_validate({"messages": turns})
         assert chat.to_conversation(chatty, asked).messages[1] == text
     items = [{"role": "assistant", "content": [part]}, {"role": "user", "content": "hi"}]
     respond = ResponsesRequest.model_validate({"input": items})
@@ -365,7 +365,7 @@ def test_a_refusal_in_the_history_is_text_of_the_assistant(chatty: ServedModel) 
 
 
 def test_neutral_values_of_other_servers_fields_are_ignored(ask: Ask) -> None:
-    """Programs send all of a server's samplers, with those that are off."""
+    """Programs send all samplers that a server has, also those that are off."""
     off = {"mirostat": 0, "typical_p": 1.0, "repeat_penalty": 1.0, "xtc_probability": 0.0, "use_beam_search": False}
     more = {"skip_special_tokens": True, "stop_token_ids": [], "echo": False, "best_of": 1, "extra_body": {}}
     unused = {"mirostat_tau": 5.0, "xtc_threshold": 0.1, "repeat_last_n": 64, "dry_base": 1.75, "typ_p": 1}
@@ -374,7 +374,7 @@ def test_neutral_values_of_other_servers_fields_are_ignored(ask: Ask) -> None:
 
 
 def test_error_names_the_field_of_a_sampling_parameter(ask: Ask) -> None:
-    """Also one that the orchestrator found, whose errors are a class and a sentence."""
+    """Also in an error of the orchestrator, which consists of a class and a sentence."""
     short = ask(TEXT, json={"prompt": "x", "min_tokens": 20, "max_tokens": 5}).json()["error"]
     assert (short["param"], short["message"][:16]) == ("min_tokens", "min_tokens is 20")
     assert to_problem(InvalidRequest("logit_bias has token 5000; expected ids from 0 to 511")).param == "logit_bias"
@@ -390,12 +390,12 @@ def test_output_format_error_names_its_field(ask: Ask) -> None:
 def test_unknown_field_is_ignored_and_logged_with_its_count(
     chatty: ServedModel, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It gets as far as the orchestrator, which does not run."""
-    ask = asking(chatty)
+    """The request is valid: it fails only because no orchestrator runs."""
+    ask = make_ask(chatty)
     for _ in range(10):
         assert ask(path, json={**PATHS[path], "brand_new": {"of": 2027}, "another": None}).status_code == 503
-    told = [record.getMessage() for record in caplog.records if "unknown field" in record.getMessage()]
-    assert told == [
+    logged = [record.getMessage() for record in caplog.records if "unknown field" in record.getMessage()]
+    assert logged == [
         f"ignored the unknown field 'brand_new' of a request to {path} ({count} so far)" for count in (1, 10)
     ]
 
@@ -422,16 +422,16 @@ def test_unsupported_field_that_affects_the_answer_is_refused(
     assert refused.status_code == 400 and words in error_message(refused, path == CLAUDE)
 
 
-def test_one_request_gets_no_more_answers_at_once_than_its_key(chatty: ServedModel) -> None:
-    ask = asking(chatty, max_streams_per_key=3)
-    assert ask(CHAT, json={**CHAT_BODY, "n": 3}).status_code == 503  # it gets as far as the orchestrator
+def test_one_request_may_not_exceed_the_concurrent_answers_of_its_key(chatty: ServedModel) -> None:
+    ask = make_ask(chatty, max_streams_per_key=3)
+    assert ask(CHAT, json={**CHAT_BODY, "n": 3}).status_code == 503  # valid: it fails only because no orchestrator runs
     refused = ask(CHAT, json={**CHAT_BODY, "n": 4})
     assert refused.status_code == 400, "trying again, as after a 429, would not help"
     assert error_message(refused) == "this request asks for 4 answers; expected at most 3 (--max-streams-per-key)"
 
 
 def test_arguments_of_a_missing_template_are_named() -> None:
-    ask = asking(load_served_model(str(TINY_TARGET), TINY_TARGET, ()))
+    ask = make_ask(load_served_model(str(TINY_TARGET), TINY_TARGET, ()))
     refused = ask(CHAT, json={**CHAT_BODY, "reasoning_effort": "low", "enable_thinking": False})
     assert refused.status_code == 400
     assert error_message(refused).endswith(
@@ -448,7 +448,7 @@ def test_the_log_of_unknown_fields_is_bounded(caplog: pytest.LogCaptureFixture) 
 
 
 def test_thread_is_refused_with_the_error_code_anthropic_clients_expect(ask: Ask) -> None:
-    """They continue without a thread."""
+    """With this code they continue without a thread."""
     for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
         refused = ask(CLAUDE, json={**PATHS[CLAUDE], "thread": thread})
         assert refused.status_code == 400 and "conversations are not stored" in refused.text
@@ -464,8 +464,8 @@ def test_a_compressed_body_is_refused(ask: Ask, path: str) -> None:
 
 
 def test_messages_work_without_v1_too(ask: Ask) -> None:
-    """Clients whose base URL contains /v1, such as DSPy's, are given the one without it."""
-    assert ask("/messages", json=PATHS[CLAUDE]).status_code == 503  # it gets as far as the orchestrator
+    """For clients that expect /v1 in their base URL, such as DSPy, and are given a URL without it."""
+    assert ask("/messages", json=PATHS[CLAUDE]).status_code == 503  # valid: it fails only because no orchestrator runs
     assert ask("/messages/count_tokens", json=CHAT_BODY).json()["input_tokens"] > 0
     assert error_message(ask("/messages", json=CHAT_BODY), anthropic=True).startswith("max_tokens")
 
@@ -501,17 +501,17 @@ def test_model_entry_satisfies_openai_and_anthropic_clients(ask: Ask) -> None:
     import anthropic.types
     import openai.types
 
-    told = ask("/v1/models/chatty", "GET").json()
-    assert anthropic.types.ModelInfo.model_validate(told, strict=False).lifecycle == "active"
-    assert openai.types.Model.model_validate(told).id == "chatty" and told["max_input_tokens"] == told["max_model_len"]
-    assert "description" not in told
+    entry = ask("/v1/models/chatty", "GET").json()
+    assert anthropic.types.ModelInfo.model_validate(entry, strict=False).lifecycle == "active"
+    assert openai.types.Model.model_validate(entry).id == "chatty"
+    assert entry["max_input_tokens"] == entry["max_model_len"] and "description" not in entry
 
 
 def test_input_tokens_equal_the_tokenized_conversation(ask: Ask) -> None:
     body = {"input": "x", "instructions": "y", "model": "chatty"}
-    told = ask(f"{RESPOND}/input_tokens", json=body).json()
+    counted = ask(f"{RESPOND}/input_tokens", json=body).json()
     talk = [{"role": "system", "content": "y"}, {"role": "user", "content": "x"}]
-    assert told == {
+    assert counted == {
         "object": "response.input_tokens",
         "input_tokens": ask("/tokenize", json={"messages": talk}).json()["count"],
     }
@@ -529,14 +529,14 @@ def test_tokenize_reads_a_conversation_as_chat_completions_do(ask: Ask) -> None:
 
 def test_reasoning_effort_of_every_api_reaches_the_template(chatty: ServedModel) -> None:
     """An entry of chat_template_kwargs has priority over it."""
-    said = [{"role": "user", "content": "hi"}]
+    turns = [{"role": "user", "content": "hi"}]
     for more, expected in (({}, "low"), ({"chat_template_kwargs": {"reasoning_effort": "high"}}, "high")):
-        asked = ChatRequest.model_validate({"messages": said, "reasoning_effort": "low", **more})
+        asked = ChatRequest.model_validate({"messages": turns, "reasoning_effort": "low", **more})
         assert chat.to_conversation(chatty, asked).keywords == {"reasoning_effort": expected}
         respond = ResponsesRequest.model_validate({"input": "hi", "reasoning": {"effort": "low"}, **more})
         assert responses.to_conversation(chatty, respond).keywords == {"reasoning_effort": expected}
         config = {"max_tokens": 5, "output_config": {"effort": "low"}}
-        message = MessagesRequest.model_validate({"messages": said, **config, **more})
+        message = MessagesRequest.model_validate({"messages": turns, **config, **more})
         assert messages.to_conversation(chatty, message).keywords == {"reasoning_effort": expected}
 
 
@@ -593,13 +593,13 @@ def test_system_turns_add_and_remove_tools(chatty: ServedModel) -> None:
         assert [tool["function"]["name"] for tool in talk.box.tools] == expected
     assert list(talk.messages) == CHAT_BODY["messages"]  # the prompt's list of tools is enough
     shell = {"type": "tool_definition", "definition": {"type": "bash_20250124", "name": "bash"}}
-    for kind, said, words in (("addition", turns, "bash_20250124"), ("removal", [], "there is no message to answer")):
+    for kind, past, words in (("addition", turns, "bash_20250124"), ("removal", [], "there is no message to answer")):
         turn = {"role": "system", "content": [{"type": f"tool_{kind}", "tool": shell}]}
-        refused = asking(chatty)(CLAUDE, json={**PATHS[CLAUDE], "messages": [*said, turn]})
+        refused = make_ask(chatty)(CLAUDE, json={**PATHS[CLAUDE], "messages": [*past, turn]})
         assert refused.status_code == 400 and words in error_message(refused, anthropic=True)
 
 
-def test_a_system_turn_is_hidden_after_the_user_turn_for_which_it_holds(chatty: ServedModel) -> None:
+def test_system_turn_with_clear_at_is_hidden_after_the_next_user_message(chatty: ServedModel) -> None:
     tool = {"name": "Late", "input_schema": {"type": "object"}, "defer_loading": True}
     blocks = [
         {"type": "text", "text": "Be brief."},
@@ -607,8 +607,8 @@ def test_a_system_turn_is_hidden_after_the_user_turn_for_which_it_holds(chatty: 
     ]
     turns = [*CHAT_BODY["messages"], {"role": "system", "content": blocks, "clear_at": "next_user_message"}]
     answered = [*turns, {"role": "assistant", "content": "Yes."}]
-    for said, is_seen in ((turns, True), (answered, True), ([*answered, *CHAT_BODY["messages"]], False)):
-        payload = MessagesRequest.model_validate({"messages": said, "tools": [tool], "max_tokens": 5})
+    for shown, is_seen in ((turns, True), (answered, True), ([*answered, *CHAT_BODY["messages"]], False)):
+        payload = MessagesRequest.model_validate({"messages": shown, "tools": [tool], "max_tokens": 5})
         talk = messages.to_conversation(chatty, payload)
         assert any("Be brief." in message["content"] for message in talk.messages) is is_seen
         assert [tool["function"]["name"] for tool in talk.box.tools] == ["Late"]
@@ -618,12 +618,12 @@ def test_a_system_turn_is_hidden_after_the_user_turn_for_which_it_holds(chatty: 
 
 
 @pytest.mark.parametrize("more", [{}, {"content": []}, {"content": ""}])
-def test_the_last_effort_of_a_system_turn_holds_and_its_empty_text_is_left_out(
+def test_last_effort_of_system_turns_applies_and_their_empty_texts_are_left_out(
     chatty: ServedModel, more: dict[str, Any]
 ) -> None:
     efforts = [{"role": "system", "output_config": {"effort": effort}, **more} for effort in ("low", "max")]
-    said = [*CHAT_BODY["messages"], efforts[0], {"role": "assistant", "content": "Yes."}, efforts[1]]
-    for turns, expected in ((said[:2], "low"), ([*said, *CHAT_BODY["messages"]], "max"), (said[:1], "high")):
+    whole = [*CHAT_BODY["messages"], efforts[0], {"role": "assistant", "content": "Yes."}, efforts[1]]
+    for turns, expected in ((whole[:2], "low"), ([*whole, *CHAT_BODY["messages"]], "max"), (whole[:1], "high")):
         asked = {"messages": turns, "max_tokens": 5, "output_config": {"effort": "high"}}
         talk = messages.to_conversation(chatty, MessagesRequest.model_validate(asked))
         assert talk.keywords == {"reasoning_effort": expected}
@@ -644,17 +644,17 @@ def test_truncation_auto_and_disabled_are_accepted(ask: Ask) -> None:
 
 def test_metrics_need_no_key_only_on_loopback(chatty: ServedModel) -> None:
     for settings, status in (({}, 200), ({"host": "0.0.0.0"}, 401)):
-        assert asking(chatty, api_keys=("k",), **settings)("/metrics", "GET").status_code == status
+        assert make_ask(chatty, api_keys=("k",), **settings)("/metrics", "GET").status_code == status
 
 
 def test_body_over_the_size_limit_is_refused(chatty: ServedModel) -> None:
-    ask = asking(chatty, max_body_mb=1)
+    ask = make_ask(chatty, max_body_mb=1)
     answer = ask(TEXT, json={"prompt": "x" * 2**21})
     assert answer.status_code == 413 and "larger than 1 MB" in error_message(answer)
 
 
 def test_far_too_long_prompt_is_refused_without_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = asking(load_served_model(str(TINY_TARGET), TINY_TARGET, ()))
+    ask = make_ask(load_served_model(str(TINY_TARGET), TINY_TARGET, ()))
     monkeypatch.setattr(TextCodec, "encode", lambda *_: pytest.fail("it was tokenized"))
     for path in PATHS:
         body = json.loads(json.dumps(PATHS[path]).replace('"hi"', '"x"').replace('"x"', json.dumps("x" * 2_000_000)))
@@ -667,7 +667,7 @@ def test_far_too_long_prompt_is_refused_without_tokenizing(monkeypatch: pytest.M
 
 
 def test_api_key_is_required_when_configured(chatty: ServedModel) -> None:
-    ask = asking(chatty, api_keys=("one", "two"))
+    ask = make_ask(chatty, api_keys=("one", "two"))
     for headers in (
         {},
         {"authorization": "Bearer three"},
@@ -695,13 +695,13 @@ def test_api_key_is_required_when_configured(chatty: ServedModel) -> None:
     ],
 )
 def test_a_foreign_host_name_is_refused(chatty: ServedModel, host: str, status: int) -> None:
-    assert asking(chatty)("/health", "GET", headers={"host": host}).status_code == status
+    assert make_ask(chatty)("/health", "GET", headers={"host": host}).status_code == status
 
 
 def test_cors_allows_only_configured_origins(chatty: ServedModel) -> None:
     origin = {"origin": "https://page.example"}
-    assert "access-control-allow-origin" not in asking(chatty)("/health", "GET", headers=origin).headers
-    named = asking(chatty, cors_origins=("https://page.example",), api_keys=("k",))
+    assert "access-control-allow-origin" not in make_ask(chatty)("/health", "GET", headers=origin).headers
+    named = make_ask(chatty, cors_origins=("https://page.example",), api_keys=("k",))
     assert named("/health", "GET", headers=origin).headers["access-control-allow-origin"] == "https://page.example"
     before = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     assert named(CHAT, "OPTIONS", headers=before).status_code == 200
@@ -711,7 +711,7 @@ def test_cors_allows_only_configured_origins(chatty: ServedModel) -> None:
 
 def test_an_unexpected_error_is_answered_like_every_other(chatty: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CallerClients, "client", lambda *_: 1 // 0)
-    failed = asking(chatty, cors_origins=("*",))(CHAT, json=CHAT_BODY, headers={"origin": "https://page.example"})
+    failed = make_ask(chatty, cors_origins=("*",))(CHAT, json=CHAT_BODY, headers={"origin": "https://page.example"})
     assert failed.status_code == 500 and error_message(failed).startswith("the server failed to answer this request")
     assert failed.json()["request_id"] == failed.headers["x-request-id"]
     assert failed.headers["access-control-allow-origin"] == "*"
@@ -723,7 +723,7 @@ def test_valid_request_id_is_kept(ask: Ask) -> None:
 
 
 def test_tools_are_refused_for_a_model_without_a_template() -> None:
-    ask = asking(load_served_model(str(TINY_TARGET), TINY_TARGET, ()))
+    ask = make_ask(load_served_model(str(TINY_TARGET), TINY_TARGET, ()))
     for path, tools in ((CHAT, [TOOL]), (CLAUDE, [{"name": "f"}]), (RESPOND, [{"type": "function", "name": "f"}])):
         refused = ask(path, json={**PATHS[path], "tools": tools})
         assert refused.status_code == 400 and "no template" in error_message(refused, path == CLAUDE)
@@ -813,12 +813,12 @@ def test_http_settings_round_trip_through_json(tmp_path: Path) -> None:
 
 
 def test_unknown_drafter_error_names_the_speculation_field():
-    """Only the orchestrator knows the drafters: the error crosses its socket by name."""
+    """Only the orchestrator knows the drafters, so the error arrives through its socket, by name."""
     answered = make_error(error_kind(UnknownDrafter("")), "no drafter is called 'x' here; expected draft")
     assert (to_problem(answered).status, to_problem(answered).param) == (400, "speculation")
 
 
 def test_prompt_without_room_in_the_memory_for_texts_exceeds_the_context_too() -> None:
-    """Clients shorten their conversation at this code, which is all that helps here."""
+    """At this code clients shorten their conversation, which is the only remedy."""
     answered = make_error(error_kind(PromptTooLong("")), "the prompt is too long: 9 tokens > 5 maximum")
     assert (to_problem(answered).status, to_problem(answered).code) == (400, "context_length_exceeded")

@@ -1,4 +1,4 @@
-"""Chunks of a stream are written straight to the connection, framed by HTTP/1.1, or plainly in HTTP/1.0."""
+"""Chunks of a stream are written directly to the connection, with chunked encoding in HTTP/1.1 only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ passed: list[int] = []
 
 
 class ScriptedRun(RequestRun):
-    """A run with its words ready, which fails after them."""
+    """A run that has PIECES ready and fails after them."""
 
     is_done = False  # type: ignore[assignment]
 
@@ -44,11 +44,11 @@ class ScriptedRun(RequestRun):
         raise WorkerError("gone")
 
     async def close(self) -> None:
-        """Nothing is left."""
+        """Does nothing: there is no request to cancel."""
 
 
 class PlainEvents:
-    """Encodes events as the words themselves."""
+    """Formats events as their text."""
 
     def begin(self) -> bytes:
         return BEGIN
@@ -69,11 +69,11 @@ def stream(run: ScriptedRun) -> EventStream:
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    async def watched(message: Message) -> None:
+    async def record_and_send(message: Message) -> None:
         passed.append(len(message.get("body", b"")))
         await send(message)
 
-    await stream(ScriptedRun())(scope, receive, watched)
+    await stream(ScriptedRun())(scope, receive, record_and_send)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def address() -> Iterator[tuple[str, int]]:
 def test_chunks_bypass_the_middleware_and_arrive_whole(address: tuple[str, int]) -> None:
     passed.clear()
     client = HTTPConnection(*address)
-    for _ in range(2):  # the connection is as good as before
+    for _ in range(2):  # the connection is reused
         client.request("POST", "/")
         assert client.getresponse().read() == b"".join(WHOLE)
     assert passed == [0, 0] * 2
@@ -111,14 +111,14 @@ def test_chunks_are_asgi_messages_on_other_servers() -> None:
     async def send(message: object) -> None:
         messages.append(message)
 
-    way = chunk_writer({"type": "http"}, send)  # type: ignore[arg-type]
-    asyncio.run(way(b"x"))  # type: ignore[arg-type]
-    asyncio.run(way(b""))  # type: ignore[arg-type] # which would be the end
+    write = chunk_writer({"type": "http"}, send)  # type: ignore[arg-type]
+    asyncio.run(write(b"x"))  # type: ignore[arg-type]
+    asyncio.run(write(b""))  # type: ignore[arg-type] # an empty chunk would end the body
     assert messages == [{"type": "http.response.body", "body": b"x", "more_body": True}]
 
 
-class Connection:
-    """One of uvicorn's answers, with a client that reads only while the writer waits for it."""
+class FakeCycle:
+    """Stands in for uvicorn's request cycle. The client reads only while the writer waits for it."""
 
     def __init__(self) -> None:
         self.scope: Scope = {"type": "http", "http_version": "1.1", "extensions": {_CYCLE_EXTENSION: self}}
@@ -129,13 +129,13 @@ class Connection:
         self.drained = 0
 
     async def send(self, message: Message) -> None:
-        """The beginning and the end."""
+        """Ignores the messages that begin and end the response."""
 
     async def _drain(self) -> None:
         self.flow.write_paused = False
         self.drained += 1
 
-    async def hear(self, answer: EventStream) -> None:
+    async def serve(self, answer: EventStream) -> None:
         async def receive() -> Message:
             await asyncio.Event().wait()
             raise AssertionError
@@ -148,15 +148,15 @@ def framed(data: bytes) -> bytes:
 
 
 def test_chunk_waits_while_the_connection_is_paused() -> None:
-    connection = Connection()
-    connection.flow.write_paused = True
-    asyncio.run(connection.hear(stream(ScriptedRun())))
-    assert connection.drained == 1
-    assert connection.written == list(map(framed, WHOLE))
+    cycle = FakeCycle()
+    cycle.flow.write_paused = True
+    asyncio.run(cycle.serve(stream(ScriptedRun())))
+    assert cycle.drained == 1
+    assert cycle.written == list(map(framed, WHOLE))
 
 
 def test_a_disconnected_client_is_sent_nothing() -> None:
-    connection = Connection()
-    connection.disconnected = True
-    asyncio.run(connection.hear(stream(ScriptedRun())))
-    assert connection.written == []
+    cycle = FakeCycle()
+    cycle.disconnected = True
+    asyncio.run(cycle.serve(stream(ScriptedRun())))
+    assert cycle.written == []

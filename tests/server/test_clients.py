@@ -1,6 +1,6 @@
 """Clients not written in Python: curl, OpenAI's and Anthropic's for JavaScript, and Anthropic's tool runner.
 
-Those of npm are there after `npm ci --prefix tests/server/npm`, with node 20 or newer.
+`npm ci --prefix tests/server/npm` installs those for JavaScript, which need node 20 or newer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": CI
 FIELDS = {"sure": {"type": "boolean"}}
 SCHEMA = {"type": "object", "properties": FIELDS, "required": ["sure"], "additionalProperties": False}
 
-needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 needs_npm = pytest.mark.skipif(
     shutil.which("node") is None or not (NPM / "node_modules" / "openai").is_dir(),
-    reason="node, or what `npm ci --prefix tests/server/npm` brings, is not here",
+    reason="node or the packages of `npm ci --prefix tests/server/npm` are not installed",
 )
 
 
@@ -49,8 +49,8 @@ def curl(server: RunningServer, **body: Any) -> str:
 @needs_curl
 def test_curl_reads_a_stream(chat: RunningServer) -> None:
     lines = [line.removeprefix("data: ") for line in curl(chat, messages=HELLO, stream=True).splitlines() if line]
-    told = [json.loads(line) for line in lines if line.startswith("{")]
-    assert "".join(event["choices"][0]["delta"].get("content", "") for event in told) == text_of(PLAIN)
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text_of(PLAIN)
     assert lines[-1] == "[DONE]"
 
 
@@ -78,12 +78,12 @@ def test_openai_javascript_client_completes_a_whole_task(chat: RunningServer) ->
         ["node", NPM / "client.mjs", chat.url], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["text"], told["tokens"]) == (text_of(PLAIN), 5)
-    assert (told["cities"], told["answer"]) == (["Paris"], text_of(ANSWER))
-    assert told["sure"] == "boolean" and told["responded"] == text_of(PLAIN)
-    assert json.loads(told["called"]) == PARIS
-    assert told["refused"] == [404, "model_not_found"]
+    results = json.loads(done.stdout)
+    assert (results["text"], results["tokens"]) == (text_of(PLAIN), 5)
+    assert (results["cities"], results["answer"]) == (["Paris"], text_of(ANSWER))
+    assert results["sure"] == "boolean" and results["responded"] == text_of(PLAIN)
+    assert json.loads(results["called"]) == PARIS
+    assert results["refused"] == [404, "model_not_found"]
 
 
 @needs_npm
@@ -93,8 +93,8 @@ def test_anthropic_javascript_client_runs_tools(chat: RunningServer) -> None:
         ["node", NPM / "anthropic.mjs", chat.url], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told == {"whole": [["Paris"], text_of(ANSWER)], "streamed": [["Paris"], text_of(ANSWER)]}
+    results = json.loads(done.stdout)
+    assert results == {"whole": [["Paris"], text_of(ANSWER)], "streamed": [["Paris"], text_of(ANSWER)]}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -31,7 +31,7 @@ TEXT, CLAUDE = "/v1/completions", "/v1/messages"
 
 @contextmanager
 def listening(settings: HttpSettings) -> Iterator[tuple[str, int]]:
-    """The server's own settings around an application without an orchestrator."""
+    """Runs the application, without an orchestrator, with the server's own settings of uvicorn."""
     app = build_app(
         load_served_model("m", TINY_TARGET, ("m",)), CallerClients("ipc:///tmp/outrider-test-nobody"), settings
     )
@@ -202,7 +202,7 @@ def test_a_client_that_closes_within_a_request_is_disconnected(address: tuple[st
 
 @pytest.mark.usefixtures("short_timeouts")
 def test_connection_of_a_client_that_reads_nothing_is_closed(address: tuple[str, int]) -> None:
-    """A whole answer as well as a stream: the server keeps what the system's buffers cannot hold."""
+    """Also if it is sent complete answers: the server keeps in memory what the system's buffers can't hold."""
     many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -210,7 +210,7 @@ def test_connection_of_a_client_that_reads_nothing_is_closed(address: tuple[str,
         client.connect(address)
         client.sendall(many)
         with pytest.raises(OSError):
-            while True:  # until it is closed: what comes then is not taken
+            while True:  # until the server has closed the connection
                 client.send(b"\r\n")
                 time.sleep(0.05)
 
@@ -265,8 +265,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def test_https_is_served_with_a_certificate_and_plain_http_is_not(certificate: tuple[str, str]) -> None:
     cert, key = certificate
     with listening(HttpSettings(port=0, tls_cert=cert, tls_key=key)) as (_, port):
-        knows_it = ssl.create_default_context(cafile=cert)
-        client = HTTPSConnection("localhost", port, timeout=200, context=knows_it)
+        trusting = ssl.create_default_context(cafile=cert)
+        client = HTTPSConnection("localhost", port, timeout=200, context=trusting)
         client.request("GET", "/health")
         assert client.getresponse().read() == b'{"status":"ok"}'
         client.close()
@@ -276,7 +276,7 @@ def test_https_is_served_with_a_certificate_and_plain_http_is_not(certificate: t
 def test_an_idle_https_client_does_not_delay_the_end(
     certificate: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It reads nothing, so it does not answer TLS's own end of the connection."""
+    """It reads nothing, so it does not answer TLS's close_notify."""
     cert, key = certificate
     with listening(HttpSettings(port=0, tls_cert=cert, tls_key=key)) as (_, port):
         idle = HTTPSConnection("localhost", port, timeout=200, context=ssl.create_default_context(cafile=cert))

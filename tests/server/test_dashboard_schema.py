@@ -25,8 +25,8 @@ def kinds_of_panels() -> None:
     plugins.register_default_plugins()
 
 
-def again(dashboard: Any) -> Any:
-    """Returns the model as written again after it was read."""
+def round_trip(dashboard: Any) -> Any:
+    """Reads a dashboard into Grafana's model and writes it again."""
     return json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
 
 
@@ -67,14 +67,14 @@ def fits(adapter: TypeAdapter[Any], value: object) -> bool:
 
 
 def test_dashboard_round_trips_through_grafanas_model() -> None:
-    assert list(changed_paths(FILE, again(FILE))) == []
+    assert list(changed_paths(FILE, round_trip(FILE))) == []
 
 
 def test_each_value_has_the_type_of_the_schema() -> None:
     dashboard = Dashboard.from_json(FILE)
     assert list(mistyped_paths(dashboard)) == []
     for panel in (panel for panel in dashboard.panels if panel.type_val != "row"):
-        assert type(panel.options).__module__ == MODELS + panel.type_val.replace("-", ""), "else nobody looked at them"
+        assert type(panel.options).__module__ == MODELS + panel.type_val.replace("-", ""), "its options are unchecked"
 
 
 @pytest.mark.parametrize("place", ["graphTooltip", "title", "tags", "panels/1/gridPos/w", "panels/1/options/graphMode"])
@@ -92,4 +92,4 @@ def test_value_of_another_type_is_detected(place: str) -> None:
 def test_setting_unknown_to_grafana_is_detected() -> None:
     broken = deepcopy(FILE)
     broken["panels"][1]["options"]["colourMode"] = "value"
-    assert list(changed_paths(broken, again(broken))) == ["/panels/1/options/colourMode"]
+    assert list(changed_paths(broken, round_trip(broken))) == ["/panels/1/options/colourMode"]

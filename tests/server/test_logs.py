@@ -21,7 +21,7 @@ Line = dict[str, Any]
 
 
 def lines(server: RunningServer) -> list[Line]:
-    """Returns all lines so far; one that is no JSON fails the test."""
+    """Returns all lines so far; a line that is not JSON fails the test."""
     assert server.log is not None
     return [json.loads(line) for line in server.log.read_text(encoding="utf-8").splitlines()]
 

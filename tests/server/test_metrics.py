@@ -36,7 +36,7 @@ def samples(server: RunningServer) -> Samples:
     return found
 
 
-def of(found: Samples, name: str, **labels: str) -> float:
+def value_of(found: Samples, name: str, **labels: str) -> float:
     return found[name, frozenset(labels.items())]
 
 
@@ -59,7 +59,7 @@ def test_names_types_and_helps_follow_prometheus_conventions(pair: RunningServer
 
 
 def test_every_metric_is_documented(pair: RunningServer) -> None:
-    """By its full name, or one of those by position by the end of it."""
+    """By its full name, or, for metrics by position, by the end of it."""
     for family in text_string_to_metric_families(metrics(pair)):
         name = family.name.removeprefix("outrider:") + ("_total" if family.type == "counter" else "")
         known = f"`{name}`" in PAGE or ("_per_pos" in name and "_per_pos_total`" in PAGE)
@@ -123,7 +123,7 @@ def test_counters_equal_the_timings_of_the_answers(pair: RunningServer) -> None:
     assert sum(at) == total("draft_n") and at[0] >= at[-1]
     assert grew("request_success_total", finished_reason="length") == len(answers)
     assert grew("http_requests_total", path="/v1/completions", status="200") == len(answers)
-    assert of(after, "http_choices_running") == 0
+    assert value_of(after, "http_choices_running") == 0
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
                  "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
                  "request_generation_tokens"):  # fmt: skip
@@ -142,7 +142,7 @@ def test_finishes_and_errors_are_counted_by_kind(pair: RunningServer) -> None:
     after = samples(pair)
     for name, labels in (("request_success", {"finished_reason": "stop"}),
                          ("request_failure", {"error": "PromptTooLong"})):  # fmt: skip
-        assert of(after, f"{name}_total", **labels) == of(before, f"{name}_total", **labels) + 1
+        assert value_of(after, f"{name}_total", **labels) == value_of(before, f"{name}_total", **labels) + 1
 
 
 def test_no_label_holds_text_from_a_request(chat: RunningServer) -> None:
@@ -151,9 +151,9 @@ def test_no_label_holds_text_from_a_request(chat: RunningServer) -> None:
     httpx.post(f"{chat.url}/v1/chat/completions", json={"model": "typed", "messages": TALK})
     text = metrics(chat)
     assert not any(word in text for word in ("nowhere", "nobody", "typed", "%ff"))
-    assert of(samples(chat), "http_requests_total", path="/v1/models/{name}", status="404") >= 1
-    assert of(samples(chat), "http_requests_total", path="other", status="404") >= 3
-    assert of(samples(chat), "http_requests_total", path="/models/{name}", status="404") >= 1
+    assert value_of(samples(chat), "http_requests_total", path="/v1/models/{name}", status="404") >= 1
+    assert value_of(samples(chat), "http_requests_total", path="other", status="404") >= 3
+    assert value_of(samples(chat), "http_requests_total", path="/models/{name}", status="404") >= 1
 
 
 def test_each_worker_is_in_one_state(chat: RunningServer) -> None:
@@ -166,14 +166,14 @@ def test_each_worker_is_in_one_state(chat: RunningServer) -> None:
 def test_process_metrics_cover_all_processes_of_the_server(pair: RunningServer) -> None:
     found = samples(pair)
     for process in ("http", "orchestrator", "target-0", "draft-0"):
-        assert of(found, "process_resident_memory_bytes", process=process) > 2**20
-        assert of(found, "process_cpu_seconds_total", process=process) > 0
-        assert of(found, "process_open_fds", process=process) > 2
+        assert value_of(found, "process_resident_memory_bytes", process=process) > 2**20
+        assert value_of(found, "process_cpu_seconds_total", process=process) > 0
+        assert value_of(found, "process_open_fds", process=process) > 2
 
 
 def test_remote_worker_has_no_process_metrics() -> None:
     """Its process id may be that of an unrelated process here."""
-    stranger = WorkerStats("draft", "far", "ready", 1, "mlx", "m", 1, 1, 1, 1, "")
-    stats = Stats("", "0", (stranger,), 0, 0, 0, 0, Timings(), 0, 0)
+    remote = WorkerStats("draft", "far", "ready", 1, "mlx", "m", 1, 1, 1, 1, "")
+    stats = Stats("", "0", (remote,), 0, 0, 0, 0, Timings(), 0, 0)
     for family in process_metrics(stats):
         assert {sample.labels["process"] for sample in family.samples} == {"http", "orchestrator"}

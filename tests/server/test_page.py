@@ -39,23 +39,24 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def tab(chromium: Any) -> Any:
-    """The tab that most tests share, for to open one takes longer than what they do in it."""
+    """The tab that most tests share, because opening one takes longer than most tests."""
     return chromium.new_page()
 
 
 @pytest.fixture
 def visit(chromium: Any, tab: Any, pair: RunningServer) -> Iterator[Open]:
-    """`visit(**options) -> Page`, ready; with options of a browser, in a tab of its own. `page.asked`: the requests.
+    """`visit(**options) -> Page`: opens the page and waits until it is ready; with browser options, in a new tab.
 
-    Afterwards fails on complaints of the page and requests to other hosts.
+    `page.requests` has its requests, `page.console_errors` its warnings and errors. The test fails if any of these are
+    left at the end, or if the page contacted another host.
     """
     pages: list[Any] = []
-    complaints: list[str] = []
-    asked: list[Any] = []
+    console_errors: list[str] = []
+    requests: list[Any] = []
     listeners: dict[str, Callable[[Any], object]] = {
-        "console": lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None,
-        "pageerror": lambda error: complaints.append(str(error)),
-        "request": lambda request: asked.append(request),
+        "console": lambda line: console_errors.append(line.text) if line.type in ("error", "warning") else None,
+        "pageerror": lambda error: console_errors.append(str(error)),
+        "request": lambda request: requests.append(request),
     }
 
     def opened(url: str = pair.url, expected: str = "ready", viewport: dict[str, int] = DESKTOP, **options: Any) -> Any:
@@ -67,7 +68,7 @@ def visit(chromium: Any, tab: Any, pair: RunningServer) -> Iterator[Open]:
             page.on(event, listener)
         page.goto(url)
         visiting.wait_until_ready(page, expected)
-        page.complaints, page.asked = complaints, asked
+        page.console_errors, page.requests = console_errors, requests
         return page
 
     yield opened
@@ -79,8 +80,8 @@ def visit(chromium: Any, tab: Any, pair: RunningServer) -> Iterator[Open]:
             page.remove_listener(event, listener)
         if page is not tab:
             page.close()
-    assert not complaints
-    assert asked and all(request.url.startswith("http://127.0.0.1:") for request in asked)
+    assert not console_errors
+    assert requests and all(request.url.startswith("http://127.0.0.1:") for request in requests)
 
 
 def fill(page: Any, tokens: int = 32, mode: str = "ssd", seed: int = 2, prompt: str = PROMPT) -> None:
@@ -105,14 +106,14 @@ def template(page: Any, **keywords: bool) -> None:
 
 def sent_messages(page: Any) -> list[list[dict[str, str]]]:
     """Returns the conversation of each of the page's requests for a text."""
-    return [request.post_data_json["messages"] for request in page.asked if request.method == "POST"]
+    return [request.post_data_json["messages"] for request in page.requests if request.method == "POST"]
 
 
 def expected_text(pair: RunningServer, tokens: int = 32, seed: int = 2) -> str:
     return pair.client.generate(PROMPT, SamplingParams(max_tokens=tokens, temp=0.8, seed=seed), mode="ar").text
 
 
-# --- what it shows --------------------------------------------------------------------------------------------------
+# --- texts, figures and timelines -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
@@ -126,7 +127,7 @@ def test_colours_and_figures_agree_with_the_timings(visit: Open, pair: RunningSe
     assert find_differences(lane, answer) == []
     seen, times = count_colours(lane), read_timings(answer)
     assert visiting.read_text(answer) == expected_text(pair) and seen.total() == 32 == int(read_figure(lane, "tokens"))
-    drafts_in_time = mode in ("ssd", "auto")  # which draft what there is time for
+    drafts_in_time = mode in ("ssd", "auto")  # these draft only what they have time for
     assert times["cache_hits"] == 0 or drafts_in_time
     assert (seen["target"] == 32) == (mode == "ar") or drafts_in_time
 
@@ -149,15 +150,15 @@ def test_timeline_has_a_row_per_process_and_a_round_slider(visit: Open, pair: Ru
     page.keyboard.press("Home")
     assert slider.get_attribute("aria-valuetext").startswith(f"Round 0 of {last}: no chain; 1 token in ")
     page.keyboard.press("ArrowRight")
-    told = slider.get_attribute("aria-valuetext")
-    assert told.startswith(f"Round 1 of {last}: ") and timeline.locator(".chosen-round").inner_text() == told
+    shown = slider.get_attribute("aria-valuetext")
+    assert shown.startswith(f"Round 1 of {last}: ") and timeline.locator(".chosen-round").inner_text() == shown
 
 
 def test_work_without_a_draft_is_not_shown_as_one_on_request(visit: Open) -> None:
     page, span = visit(), {"start_ms": 1, "ms": 9}
     work = {"drafter": "draft-0", "round": 0, "depth": 0, "branches": 0, **span}
-    told = {"round": 0, "lookup": "none", "source": "none", "drafted": 0, "accepted": 0, "tokens": 1, "decided": None}
-    event = {"choices": [{"delta": {}, "speculation": {"rounds": [{**told, "verify": span, "drafting": [work]}]}}]}
+    record = {"round": 0, "lookup": "none", "source": "none", "drafted": 0, "accepted": 0, "tokens": 1, "decided": None}
+    event = {"choices": [{"delta": {}, "speculation": {"rounds": [{**record, "verify": span, "drafting": [work]}]}}]}
     body = f"data: {json.dumps(event)}\n\n{stream_of(['a'])}"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
     page.get_by_role("button", name="Generate").click()
@@ -169,26 +170,26 @@ def test_work_without_a_draft_is_not_shown_as_one_on_request(visit: Open) -> Non
 def test_race_ends_with_the_same_text_and_reports_the_speedup(visit: Open, pair: RunningServer) -> None:
     page = visit()
     fill(page, mode="auto", seed=5)
-    page.get_by_label("Seed").fill("")  # drawn for AR, and SSD has the same
+    page.get_by_label("Seed").fill("")  # drawn for AR and used for SSD, too
 
     def race() -> None:
         status, result = page.get_by_role("status"), "The same text, token for token: "
-        while True:  # one seed in a hundred ends the text before
-            page.asked.clear()
+        while True:  # one seed in a hundred ends the text earlier
+            page.requests.clear()
             page.get_by_role("button", name="Race").click()
             wait_until_done(page, result)
             if f"{result}32 tokens" in status.inner_text():
                 return
 
     race()
-    while not count_colours(page.locator(".lane").nth(1))["prepared"]:  # nothing prepared came in time
+    while not count_colours(page.locator(".lane").nth(1))["prepared"]:  # no prepared chain was in time
         with slowed(pid_of(pair.client, "target")):
             race()
     seed = int(re.search(r"seed (\d+)", page.get_by_role("status").inner_text())[1])  # type: ignore[index]
     ar, ssd = (page.locator(".lane").nth(place) for place in range(2))
     assert ar.locator(".text").text_content() == ssd.locator(".text").text_content() == expected_text(pair, seed=seed)
     assert count_colours(ar) == Counter(target=32) and count_colours(ssd)["prepared"]
-    answers = [request.response() for request in page.asked if "chat" in request.url]
+    answers = [request.response() for request in page.requests if "chat" in request.url]
     rates = [read_timings(answer)["predicted_per_second"] for answer in answers]
     assert [read_figure(lane, "rate") for lane in (ar, ssd)] == [f"{rate:.1f}" for rate in rates]
     assert f" {rates[1] / rates[0]:.2f} times the speed of AR" in page.get_by_role("status").inner_text()
@@ -215,9 +216,9 @@ def test_stop_button_and_escape_cancel_the_request(visit: Open, pair: RunningSer
     page = visit()
     fill(page, tokens=400)
     for way in ("button", "Escape"):
-        while True:  # until the text is not over before it is stopped
+        while True:  # until it is stopped before its end
             before = pair.client.stats().totals.predicted_n
-            with slowed(pid_of(pair.client, "target")):  # it writes no faster than a busy browser shows
+            with slowed(pid_of(pair.client, "target")):  # so that a busy browser can keep up
                 page.get_by_role("button", name="Generate").click()
                 page.locator(".text .token").nth(3).wait_for(state="attached")
             with still(pid_of(pair.client, "target")):
@@ -243,7 +244,7 @@ def test_error_message_of_the_server_is_shown(visit: Open) -> None:
     page.get_by_role("button", name="Generate").click()
     alert = page.get_by_role("alert")
     alert.filter(has_text="prompt is too long").wait_for()
-    page.route(API, lambda route: route.abort())  # all of it: a server that is back takes the words away
+    page.route(API, lambda route: route.abort())  # all requests: the page hides the error once the server answers
     fill(page)
     page.get_by_role("button", name="Generate").click()
     alert.filter(has_text="The server does not answer. Is `outrider serve` still running?").wait_for()
@@ -251,11 +252,11 @@ def test_error_message_of_the_server_is_shown(visit: Open) -> None:
     page.get_by_role("button", name="Generate").click()
     wait_until_done(page)
     assert alert.count() == 0
-    assert [words for words in page.complaints if "Failed to load resource" not in words] == []
-    page.complaints.clear()  # the browser's own word of a status of 400, and of nobody there
+    assert [words for words in page.console_errors if "Failed to load resource" not in words] == []
+    page.console_errors.clear()  # the browser's own errors about status 400 and the lost server
 
 
-def test_page_looks_at_a_lost_server_until_it_is_back(visit: Open) -> None:
+def test_page_polls_a_lost_server_until_it_is_back(visit: Open) -> None:
     page = visit()
     state, alert = page.locator("#server"), page.locator("#problem")
     page.route(API, lambda route: route.abort())
@@ -271,8 +272,8 @@ def test_page_looks_at_a_lost_server_until_it_is_back(visit: Open) -> None:
     state.filter(has_text="The server answered with status 502 and no reason.").wait_for()
     page.unroute(API)
     visiting.wait_until_ready(page)
-    assert all("Failed to load resource" in words for words in page.complaints)
-    page.complaints.clear()
+    assert all("Failed to load resource" in words for words in page.console_errors)
+    page.console_errors.clear()
 
 
 def test_failed_stream_leaves_the_reason_and_no_progress(visit: Open) -> None:
@@ -302,7 +303,7 @@ def test_failure_of_the_page_itself_cancels_the_request(visit: Open, chat: Runni
     page.get_by_role("alert").wait_for()
     while chat.client.stats().active:
         time.sleep(0.05)
-    page.complaints.clear()  # the failure, for the console
+    page.console_errors.clear()  # the failure itself
 
 
 def test_events_that_arrive_together_are_drawn_together(visit: Open, chat: RunningServer) -> None:
@@ -319,7 +320,7 @@ def test_events_that_arrive_together_are_drawn_together(visit: Open, chat: Runni
 
 
 def test_page_whose_updates_are_slow_updates_less_often(visit: Open, chat: RunningServer) -> None:
-    """A browser lays out a line of 12,000 tokens anew for each update."""
+    """A browser lays out a line of 12,000 tokens again for each update."""
     page = visit(chat.url)
     endless(page)
     page.evaluate("""() => {
@@ -411,7 +412,7 @@ def test_growing_text_has_the_elements_of_the_whole_text(visit: Open) -> None:
 
 
 def test_lines_of_a_plain_text_are_laid_out_one_by_one(visit: Open) -> None:
-    """A long text of one block would be laid out as a whole whenever it grows."""
+    """A long text in a single block would be laid out as a whole whenever it grows."""
     page, text = visit(), "def f():\n\n    return 1\n" * 50 + "end"
     body = stream_of(re.findall(r"(?s).{1,4}", text))
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
@@ -450,12 +451,12 @@ def test_page_follows_a_server_that_has_another_model(visit: Open, chat: Running
     page.get_by_role("button", name="Send").click()
     page.get_by_role("button", name="Generate").wait_for()
     assert page.locator("#model").inner_text() == "another" and page.get_by_label("Prompt").input_value()
-    assert page.get_by_label("Max tokens").input_value() == "77"  # the user's own
-    with page.expect_request("**/v1/chat/completions") as asked:
+    assert page.get_by_label("Max tokens").input_value() == "77"  # the user's value
+    with page.expect_request("**/v1/chat/completions") as sent:
         page.get_by_role("button", name="Generate").click()
-    assert len(asked.value.post_data_json["messages"]) == 1  # it has no conversations
+    assert len(sent.value.post_data_json["messages"]) == 1  # it has no conversations
     wait_until_done(page)
-    page.complaints.clear()
+    page.console_errors.clear()
 
 
 def test_settings_unfold_if_one_of_them_is_invalid(visit: Open) -> None:
@@ -472,7 +473,7 @@ def test_settings_unfold_if_one_of_them_is_invalid(visit: Open) -> None:
 
 def test_text_is_above_its_figures_and_visible_on_a_phone(visit: Open) -> None:
     page = visit(viewport={"width": 390, "height": 700}, has_touch=True, is_mobile=True)
-    assert page.get_by_label("Prompt").input_value() == "Once upon a time"  # so that the first press shows something
+    assert page.get_by_label("Prompt").input_value() == "Once upon a time"  # so that the first click shows something
     assert not page.get_by_label("Max tokens").is_visible()
     generate(page)
     places = [
@@ -484,10 +485,10 @@ def test_text_is_above_its_figures_and_visible_on_a_phone(visit: Open) -> None:
 
 def test_legend_is_complete_before_the_first_request(visit: Open) -> None:
     page = visit()
-    told = [page.locator(f"#legend .token.{origin}").inner_text() for origin in visiting.ORIGINS]
+    origins = [page.locator(f"#legend .token.{origin}").inner_text() for origin in visiting.ORIGINS]
     timeline = page.locator("#legend .key li").all_inner_texts()
     generate(page)
-    assert page.locator(".lane .said .key span.token").all_inner_texts() == told
+    assert page.locator(".lane .said .key span.token").all_inner_texts() == origins
     assert page.locator(".lane .timeline .key li").all_inner_texts() == timeline and len(timeline) == 10
 
 
@@ -500,22 +501,22 @@ def test_page_of_a_chat_model_keeps_a_conversation(visit: Open, chat: RunningSer
     message.fill("Who are you?")
     message.press("Enter")
     wait_until_done(page)
-    said = answers.inner_text()
-    assert message.input_value() == "" and turns.all_inner_texts() == ["Who are you?"] and said
+    answer = answers.inner_text()
+    assert message.input_value() == "" and turns.all_inner_texts() == ["Who are you?"] and answer
     page.get_by_label("Message").fill("And I?")
     page.get_by_role("button", name="Send").click()
     turns.nth(1).wait_for()
     wait_until_done(page)
     assert sent_messages(page)[1] == [
         {"role": "user", "content": "Who are you?"},
-        {"role": "assistant", "content": said},
+        {"role": "assistant", "content": answer},
         {"role": "user", "content": "And I?"},
     ]
     assert answers.count() == 2 and page.locator("main .timeline, main .figures").count() == 2  # the last answer's
     for width in (1280, 320):
         page.set_viewport_size({"width": width, "height": 600})
-        assert beyond(page) == []
-    page.route(API, lambda route: route.abort())  # all of it: a server that is back takes the words away
+        assert overflowing(page) == []
+    page.route(API, lambda route: route.abort())  # all requests: the page hides the error once the server answers
     message.fill("Lost?")
     message.press("Enter")
     page.get_by_role("alert").wait_for()
@@ -523,7 +524,7 @@ def test_page_of_a_chat_model_keeps_a_conversation(visit: Open, chat: RunningSer
     page.get_by_role("button", name="New conversation").click()
     assert turns.count() == answers.count() == 0
     page.unroute(API)
-    page.complaints.clear()
+    page.console_errors.clear()
     message.press("Enter")
     wait_until_done(page)
     assert [one["content"] for one in sent_messages(page)[-1]] == ["Lost?"]
@@ -557,7 +558,7 @@ def test_new_conversation_clears_the_race_and_the_error_before_it(visit: Open, c
     page.get_by_role("button", name="Send").click()
     alert.filter(has_text="full").wait_for()
     assert not anew.is_visible()  # the message is in the form again
-    page.complaints.clear()
+    page.console_errors.clear()
 
 
 def test_text_does_not_pull_back_a_reader_who_scrolls_by_keyboard(visit: Open, chat: RunningServer) -> None:
@@ -568,7 +569,7 @@ def test_text_does_not_pull_back_a_reader_who_scrolls_by_keyboard(visit: Open, c
         page.get_by_role("button", name="Send").click()
         while page.evaluate("scrollY") < 100:
             time.sleep(0.05)
-        page.mouse.click(800, 200)  # beside the form, which keys scroll if the focus is there
+        page.mouse.click(800, 200)  # outside of the form, which keys would scroll if it had the focus
         page.keyboard.press("Home")
         while page.evaluate("scrollY"):
             time.sleep(0.05)
@@ -580,7 +581,7 @@ def test_text_does_not_pull_back_a_reader_who_scrolls_by_keyboard(visit: Open, c
         wait_until_done(page, "Stopped.")
 
 
-def test_wheel_that_scrolls_nothing_does_not_end_the_following(visit: Open, chat: RunningServer) -> None:
+def test_page_still_follows_the_text_after_a_wheel_event_that_scrolls_nothing(visit: Open, chat: RunningServer) -> None:
     page = visit(chat.url, viewport={"width": 1280, "height": 900})
     endless(page)
     page.evaluate("addEventListener('wheel', () => (wheeled = true))")
@@ -621,10 +622,10 @@ def test_right_to_left_text_is_written_from_the_right(visit: Open, chat: Running
     assert page.locator(".lane .text").evaluate(direction) == "rtl"
 
 
-# --- who can use it -------------------------------------------------------------------------------------------------
+# --- layout and accessibility ---------------------------------------------------------------------------------------
 
 
-def beyond(page: Any) -> list[str]:
+def overflowing(page: Any) -> list[str]:
     """Returns the elements that exceed the window or are cut off in their own box."""
     found: list[str] = page.evaluate(
         """() => [...document.body.querySelectorAll("*")]
@@ -648,7 +649,7 @@ def test_nothing_is_cut_off_or_scrolls_sideways(visit: Open) -> None:
     for width in (1440, 1280, 640, 360, 320):
         page.set_viewport_size({"width": width, "height": 450})
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert beyond(page) == []
+        assert overflowing(page) == []
 
 
 def test_settings_can_be_reached_beside_a_long_text(visit: Open) -> None:
@@ -713,7 +714,7 @@ def test_first_message_after_the_key_belongs_to_a_conversation(visit: Open, chat
     page.get_by_label("API key").press("Enter")
     wait_until_done(page)
     assert page.locator(".turn").inner_text() == "Hello" and page.locator(".lane h2").inner_text() == "Answer"
-    page.complaints.clear()  # the browser's own word of the refusal
+    page.console_errors.clear()  # the browser's own error about the refusal
 
 
 def test_required_api_key_is_requested_and_kept_for_the_tab(visit: Open, guarded: str) -> None:
@@ -733,5 +734,5 @@ def test_required_api_key_is_requested_and_kept_for_the_tab(visit: Open, guarded
     page.reload()
     visiting.wait_until_ready(page)
     assert page.evaluate("[localStorage.length, document.cookie, location.href]") == [0, "", f"{guarded}/"]
-    assert all("401" in words for words in page.complaints)
-    page.complaints.clear()  # the browser's own word of each refusal
+    assert all("401" in words for words in page.console_errors)
+    page.console_errors.clear()  # the browser's own error about each refusal

@@ -1,4 +1,4 @@
-"""A text is split into thinking, words and calls by the model's tags, however it is chunked."""
+"""A text is split into thinking, answer and calls by the model's tags, however it is chunked."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_thinking_tag_inside_the_answer_is_text(thinking_mode: ThinkingMode, siz
     text = f"<think>Hm</think> Write <think> first, then </think>. {CALL}"
     splitter = Splitter(THINK, json_tools(), BOX, thinking_mode)
     parts = [part for at in range(0, len(text), size) for part in splitter.feed(text[at : at + size])]
-    said = [("T", "Hm"), ("S", "Write <think> first, then </think>. "), ("C", '{"x": "<b>"}')]
-    assert joined(parts + splitter.finish()) == said
+    expected = [("T", "Hm"), ("S", "Write <think> first, then </think>. "), ("C", '{"x": "<b>"}')]
+    assert joined(parts + splitter.finish()) == expected
 
 
 HARMONY = find_thinking_tags(("<|start|>", "<|channel|>", "<|message|>", "<|call|>"))
@@ -148,7 +148,7 @@ def test_text_between_two_channels_is_part_of_the_answer() -> None:
     ],
 )
 def test_reasoning_of_other_families_is_found(vocabulary: tuple[str, ...], text: str) -> None:
-    """Of Magistral, Seed-OSS, Command A, Apertus, Solar Open and MiniMax-M3."""
+    """Those of Magistral, Seed-OSS, Command A, Apertus, Solar Open and MiniMax-M3."""
     splitter = Splitter(find_thinking_tags(vocabulary))
     assert joined(splitter.feed(text) + splitter.finish()) == [("T", "Hm"), ("S", "Four")]
 
@@ -177,7 +177,7 @@ def test_half_a_surrogate_pair_in_a_call_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"x": ', "two words", "[1]", "null", "[" * 10**5])
-def test_past_arguments_that_are_no_object_become_one(arguments: str) -> None:
+def test_past_arguments_that_are_not_an_object_are_wrapped_in_one(arguments: str) -> None:
     """Most templates iterate over the arguments of a call, and fail on anything else."""
     parsed = {"[1]": [1], "null": None}.get(arguments, arguments)
     assert past_tool_call("f", arguments, None)["function"] == {"name": "f", "arguments": {"arguments": parsed}}
@@ -196,8 +196,8 @@ def test_format_without_an_end_tag_extends_to_the_end_of_the_text() -> None:
 
 @pytest.mark.parametrize("before", ["[CALL_ID]abcdefgh1[ARGS]", "<SPECIAL_32>", "<SPECIAL_33>abcdefgh1<SPECIAL_32>"])
 @pytest.mark.parametrize("size", [1, 100])
-def test_neither_an_id_nor_a_token_without_a_name_belongs_to_a_name(size: int, before: str) -> None:
-    """As of Mistral Small 3.2, and of its copies with the tokenizer of 3.1."""
+def test_call_id_and_unnamed_tokens_are_not_part_of_the_function_name(size: int, before: str) -> None:
+    """As in Mistral Small 3.2, and in its copies with the tokenizer of 3.1."""
     splitter = Splitter(None, tool_format(None, (), "mistral"), BOX)
     text = f'So [TOOL_CALLS]f{before}{{"x": "[CALL_ID]"}}[TOOL_CALLS]g[ARGS]{{}}'
     parts = [part for at in range(0, len(text), size) for part in splitter.feed(text[at : at + size])]
@@ -206,7 +206,7 @@ def test_neither_an_id_nor_a_token_without_a_name_belongs_to_a_name(size: int, b
 
 
 def test_arguments_may_be_named_parameters() -> None:
-    """As many models write that have learned Llama's format."""
+    """As in Llama's format, which many models have learned."""
     splitter = Splitter(None, json_tools(), BOX)
     text = '<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>'
     assert splitter.feed(text) == [ToolCall("f", '{"x": 1}')]
@@ -228,7 +228,7 @@ def test_tool_formats_and_thinking_tags_are_inferred_as_by_mlx_lm() -> None:
 
 
 def test_calls_of_minimax_m3_are_not_taken_for_json() -> None:
-    """Each tag follows its mark, and arguments have tags of their own; mlx-lm has no parser of them."""
+    """Each of its tags follows a mark, and arguments have tags of their own. mlx-lm has no parser for them."""
     template = "{% set mark = ']<]minimax[>[' %}{{ mark ~ '<tool_call>' ~ mark ~ '<invoke name=\"' ~ tool_call.name }}"
     for named in (None, "json_tools"):  # in a copy that mlx-lm has converted
         assert tool_format(template, ("<mm:think>",), named) is None

@@ -56,20 +56,20 @@ def calls(answer: httpx.Response) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_required_call_satisfies_its_schema_in_every_mode(chat: RunningServer, stream: bool) -> None:
-    """Only the grammar enforces it: the model's script leaves the days out. Drafts follow it, and are accepted."""
+    """Only the grammar enforces it: the scripted model leaves `days` out. Drafts obey the grammar and are accepted."""
     found = set()
     for mode in ("ar", "sd", "ssd"):
         asked: dict[str, Any] = {
             "messages": HELLO, "tools": [OTHER, TOOL], "tool_choice": NAMED, "temperature": 0.9, "seed": 3,
             "speculation": {"mode": mode}, "max_tokens": 400, "stream": stream,
         }  # fmt: skip
-        for _ in range(TRIES if mode != "ar" else 1):  # until some draft comes in time
+        for _ in range(TRIES if mode != "ar" else 1):  # until a draft is in time
             text = httpx.post(f"{chat.url}{CHAT}", json=asked, timeout=200).text
-            told = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")] if stream else []
-            last = told[-1] if stream else json.loads(text)
+            events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+            last = events[-1] if stream else json.loads(text)
             if last["timings"]["draft_n_accepted"]:
                 break
-        made = [c for one in told for c in one["choices"][0]["delta"].get("tool_calls", ())] if stream else []
+        made = [c for one in events for c in one["choices"][0]["delta"].get("tool_calls", ())]
         made = made or last["choices"][0]["message"]["tool_calls"]
         for call in made:
             jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
@@ -88,7 +88,7 @@ def test_required_choice_without_parallel_calls_makes_one_call(chat: RunningServ
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_after_the_only_call_are_not_counted(chat: RunningServer, stream: bool) -> None:
-    """Also where they are final in the same round as the call's end."""
+    """Also if they become final in the same round as the call's end."""
     asked: dict[str, Any] = {
         "messages": HELLO, "tools": [TOOL], "parallel_tool_calls": False, "min_tokens": 60, "max_tokens": 60,
         "logprobs": True, "stream": stream, **({"stream_options": {"include_usage": True}} if stream else {}),
@@ -97,9 +97,9 @@ def test_tokens_after_the_only_call_are_not_counted(chat: RunningServer, stream:
     for mode in (*["sd"] * 5, "ar"):
         how = {"mode": mode, "num_draft_tokens": 8, "origins": mode == "ar"}
         text = httpx.post(f"{chat.url}{CHAT}", json={**asked, "speculation": how}, timeout=200).text
-        told = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if "{" in line]
-        rows = [row for one in told for c in one["choices"] for row in (c["logprobs"] or {}).get("content", ())]
-        found[mode].add((told[-1]["usage"]["completion_tokens"], len(rows)))
+        events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if "{" in line]
+        rows = [row for one in events for c in one["choices"] for row in (c["logprobs"] or {}).get("content", ())]
+        found[mode].add((events[-1]["usage"]["completion_tokens"], len(rows)))
     assert found["sd"] == found["ar"] == {(6, 6)}
 
 
@@ -119,16 +119,16 @@ def test_responses_and_messages_apis_support_required_calls(ai: openai.OpenAI, c
     theirs: Any = [{"name": "get_weather", "input_schema": CITY}, {"name": "other", "input_schema": nothing}]
     for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
         how: Any = {**choice, "disable_parallel_tool_use": True}
-        said = claude.messages.create(model="chatty", max_tokens=400, messages=HELLO, tools=theirs, tool_choice=how)
-        (use,) = said.content
-        assert use.type == "tool_use" and said.stop_reason == "tool_use"
+        answer = claude.messages.create(model="chatty", max_tokens=400, messages=HELLO, tools=theirs, tool_choice=how)
+        (use,) = answer.content
+        assert use.type == "tool_use" and answer.stop_reason == "tool_use"
         jsonschema.validate(use.input, CITY if use.name == "get_weather" else {})
 
 
 def test_tool_named_in_the_tool_choice_is_called_once(
     chat: RunningServer, ai: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:
-    """The script repeats the call where it may; the grammar ends after one."""
+    """The scripted model repeats the call if it can; the grammar ends after one."""
     asked: dict[str, Any] = {"messages": HELLO, "temperature": 1.5, "max_tokens": 2000}
     for seed, stream in ((1, False), (2, False), (3, True)):
         body = {**asked, "tools": [OTHER, TOOL], "tool_choice": NAMED, "seed": seed, "stream": stream}
@@ -141,8 +141,8 @@ def test_tool_named_in_the_tool_choice_is_called_once(
     assert answer.parallel_tool_calls
     theirs: Any = [{"name": "get_weather", "input_schema": CITY}]
     how: Any = {"type": "tool", "name": "get_weather"}
-    said = claude.messages.create(model="chatty", max_tokens=2000, messages=HELLO, tools=theirs, tool_choice=how)
-    assert [block.type for block in said.content] == ["tool_use"] and said.stop_reason == "tool_use"
+    answer = claude.messages.create(model="chatty", max_tokens=2000, messages=HELLO, tools=theirs, tool_choice=how)
+    assert [block.type for block in answer.content] == ["tool_use"] and answer.stop_reason == "tool_use"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -166,18 +166,18 @@ def test_only_allowed_tools_are_called(chat: RunningServer) -> None:
 def test_call_of_a_strict_tool_satisfies_its_schema(chat: RunningServer) -> None:
     strict = {"type": "function", "function": {**WEATHER, "strict": True}}
     free = message(post(chat, messages=HELLO, tools=[TOOL]))
-    held = message(post(chat, messages=HELLO, tools=[strict]))
-    assert held["content"] == free["content"] == "I look."
+    constrained = message(post(chat, messages=HELLO, tools=[strict]))
+    assert constrained["content"] == free["content"] == "I look."
     assert json.loads(free["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
-    jsonschema.validate(json.loads(held["tool_calls"][0]["function"]["arguments"]), CITY)
+    jsonschema.validate(json.loads(constrained["tool_calls"][0]["function"]["arguments"]), CITY)
 
 
 def test_response_format_with_tools_yields_a_call_or_the_format(chat: RunningServer) -> None:
     mark = httpx.post(f"{chat.url}/tokenize", json={"content": "<tool_call>"}, timeout=200).json()["tokens"][0]
     asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "response_format": IN_FORM}
-    said = message(post(chat, **asked, logit_bias={str(mark): -9.0}))
-    jsonschema.validate(json.loads(said["content"]), FORM)
-    assert "tool_calls" not in said
+    formatted = message(post(chat, **asked, logit_bias={str(mark): -9.0}))
+    jsonschema.validate(json.loads(formatted["content"]), FORM)
+    assert "tool_calls" not in formatted
     called = message(post(chat, **asked, logit_bias={str(mark): 9.0}))
     jsonschema.validate(json.loads(called["tool_calls"][0]["function"]["arguments"]), CITY)
     assert called["content"] is None
@@ -199,8 +199,8 @@ def test_thinking_precedes_the_formatted_answer(chat: RunningServer, stream: boo
             thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
             words = "".join(delta.get("content", "") for delta in deltas)
         else:
-            said = json.loads(text)["choices"][0]["message"]
-            thought, words = said["reasoning_content"], said["content"]
+            answer = json.loads(text)["choices"][0]["message"]
+            thought, words = answer["reasoning_content"], answer["content"]
         assert thought.strip() == "Hmm, let me see."
         jsonschema.validate(json.loads(words), FORM)
         texts.add(words)
@@ -208,12 +208,12 @@ def test_thinking_precedes_the_formatted_answer(chat: RunningServer, stream: boo
 
 
 def test_disabled_thinking_is_skipped(chat: RunningServer) -> None:
-    """If its template begins a thought nevertheless, the prompt closes it."""
+    """If the template begins a thought nevertheless, the prompt ends it."""
     begun = [*HELLO, {"role": "user", "content": "<|im_start|>assistant\n<think>"}]
     asked: dict[str, Any] = {"messages": begun, "response_format": IN_FORM, "add_generation_prompt": False}
     assert message(post(chat, **asked))["reasoning_content"]
-    told = message(post(chat, **asked, chat_template_kwargs={"enable_thinking": False}))
-    assert "reasoning_content" not in told and json.loads(told["content"])
+    answer = message(post(chat, **asked, chat_template_kwargs={"enable_thinking": False}))
+    assert "reasoning_content" not in answer and json.loads(answer["content"])
 
 
 def test_a_text_has_at_least_min_tokens_in_every_mode(chat: RunningServer) -> None:
@@ -221,9 +221,9 @@ def test_a_text_has_at_least_min_tokens_in_every_mode(chat: RunningServer) -> No
     assert post(chat, **asked).json()["usage"]["completion_tokens"] <= 6
     texts = set()
     for mode in ("ar", "sd", "ssd"):
-        told = post(chat, **asked, min_tokens=12, speculation={"mode": mode}).json()
-        assert told["usage"]["completion_tokens"] >= 12
-        texts.add(told["choices"][0]["message"]["content"])
+        answer = post(chat, **asked, min_tokens=12, speculation={"mode": mode}).json()
+        assert answer["usage"]["completion_tokens"] >= 12
+        texts.add(answer["choices"][0]["message"]["content"])
     assert len(texts) == 1
     refused = post(chat, messages=HELLO, max_tokens=4, min_tokens=5)
     assert refused.status_code == 400 and "expected at most max_tokens" in refused.text
@@ -246,12 +246,12 @@ def test_a_large_answer_is_compressed_and_a_stream_is_not(chat: RunningServer, s
 def test_constraints_outside_the_grammar_are_checked_afterwards_unless_strict(
     chat: RunningServer, ones: int, stream: bool
 ) -> None:
-    """A list of that many ones, which must differ from each other."""
+    """The schema demands a list of `ones` equal but unique items; the grammar does not enforce `uniqueItems`."""
     schema = {"type": "array", "items": {"const": 1}, "minItems": ones, "maxItems": ones, "uniqueItems": True}
     form: dict[str, Any] = {"name": "s", "schema": schema}
     body = {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": form}, "stream": stream}
-    told = post(chat, **body).text
-    events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: {")] or [json.loads(told)]
+    text = post(chat, **body).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")] or [json.loads(text)]
     notes = " ".join(events[-1]["outrider"]["notes"])
     assert ("response_format: choice 0 does not satisfy its schema" in notes) is (ones == 2)
     strict = {**body, "response_format": {"type": "json_schema", "json_schema": {**form, "strict": True}}}
@@ -295,8 +295,8 @@ def test_unconstrained_tool_arguments_are_validated_afterwards(chat: RunningServ
     answer = post(chat, messages=HELLO, tools=[tool])
     assert len(calls(answer)) == 1
     notes = answer.json().get("outrider", {}).get("notes") or []
-    told = [note for note in notes if note.startswith("tools: the arguments of a call of get_weather do not satisfy")]
-    assert len(told) == (city == "Rome" and not strict)
+    found = [note for note in notes if note.startswith("tools: the arguments of a call of get_weather do not satisfy")]
+    assert len(found) == (city == "Rome" and not strict)
 
 
 def tool_of(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -351,10 +351,10 @@ def test_responses_logprobs_equal_those_of_chat(ai: openai.OpenAI, form: dict[st
     asked: Any = {"model": "chatty", "input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 3}
     asked |= {"text": {"format": {"type": "json_schema", **spelled}}} if form else {}
     if stream:
-        told = list(ai.responses.create(**asked, stream=True))
-        final = next(event.response for event in told if event.type == "response.completed")
+        events = list(ai.responses.create(**asked, stream=True))
+        final = next(event.response for event in events if event.type == "response.completed")
         deltas = [
-            row.to_dict() for event in told if event.type == "response.output_text.delta" for row in event.logprobs
+            row.to_dict() for event in events if event.type == "response.output_text.delta" for row in event.logprobs
         ]
         check_rows(deltas, expected)
     else:
@@ -373,8 +373,8 @@ def test_only_the_answers_text_has_logprobs(ai: openai.OpenAI, stream: bool) -> 
     thinks = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
     for more, words in ((thinks, ["\n\nIt is", " four."]), ({"tools": tools}, ["I look."])):
         if stream:
-            told = list(ai.responses.create(**asked, **more, stream=True))
-            final = next(event.response for event in told if event.type == "response.completed")
+            events = list(ai.responses.create(**asked, **more, stream=True))
+            final = next(event.response for event in events if event.type == "response.completed")
         else:
             final = ai.responses.create(**asked, **more)
         (item,) = [item for item in final.output if item.type == "message"]

@@ -32,7 +32,7 @@ ASKED = {"prompt": "def fibonacci(n):", "max_tokens": 12, "seed": 4, "temperatur
 
 
 class App:
-    """The application itself, with a running orchestrator; its spans are kept here."""
+    """The application in this process, with a running orchestrator; its spans are kept in memory."""
 
     def __init__(self, endpoint: str) -> None:
         self.exporter = InMemorySpanExporter()
@@ -86,7 +86,7 @@ def test_spans_have_genai_attributes_and_speculation_counts(app: App) -> None:
     asked = {**ASKED, "prompt": 4 * "for i in range(10):\n    print(i)\n"}  # n-grams draft it if the drafter is slow
     for seed in range(20):
         answer, spans = app.post("/v1/completions", {**asked, "seed": seed}, TRACED)
-        told, times = answer.json(), answer.json()["timings"]
+        body, times = answer.json(), answer.json()["timings"]
         if times["draft_n_accepted"]:
             break
     choice, decode = attributes(spans[3]), attributes(spans[2])
@@ -94,16 +94,16 @@ def test_spans_have_genai_attributes_and_speculation_counts(app: App) -> None:
         "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "outrider", "gen_ai.request.model": "fib",
         "gen_ai.request.max_tokens": 12, "gen_ai.request.temperature": 0.5, "gen_ai.request.seed": seed,
         "gen_ai.response.finish_reasons": ("length",), "gen_ai.usage.output_tokens": 12,
-        "gen_ai.usage.input_tokens": told["usage"]["prompt_tokens"],
+        "gen_ai.usage.input_tokens": body["usage"]["prompt_tokens"],
         "gen_ai.usage.cache_read.input_tokens": times["cache_n"], "outrider.mode": "sd",
     }  # fmt: skip
     assert expected.items() <= choice.items()
-    assert decode["outrider.draft_n"] == times["draft_n"] > 0, told
+    assert decode["outrider.draft_n"] == times["draft_n"] > 0, body
     by_origin = {f"outrider.draft_n_accepted_from.{name}": n for name, n in times["draft_n_accepted_from"].items()}
     assert sum(by_origin.values()) == times["draft_n_accepted"] > 0 and by_origin.items() <= decode.items()
     assert all(decode[name] == times[name.removeprefix("outrider.")] for name in decode if name not in by_origin)
     assert asked["prompt"] not in str([attributes(span) for span in spans])
-    assert told["choices"][0]["text"] not in str([attributes(span) for span in spans])
+    assert body["choices"][0]["text"] not in str([attributes(span) for span in spans])
 
 
 def test_each_choice_has_its_span_and_failures_have_their_status(app: App) -> None:
@@ -115,7 +115,7 @@ def test_each_choice_has_its_span_and_failures_have_their_status(app: App) -> No
         "POST /v1/completions",
     ]
     assert spans[0].status.status_code is StatusCode.ERROR and attributes(spans[0])["error.type"] == "PromptTooLong"
-    assert spans[1].status.status_code is StatusCode.UNSET, "a caller's error is none of the server's"
+    assert spans[1].status.status_code is StatusCode.UNSET, "an invalid request is not an error of the server"
     _, spans = app.post("/v1/completions", {"nonsense": True}, TRACED)
     assert [attributes(span)["http.response.status_code"] for span in spans] == [400]
 

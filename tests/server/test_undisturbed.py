@@ -44,7 +44,7 @@ WRONG: dict[str, tuple[dict[str, Any] | bytes, int]] = {
 }
 ASKED = json.dumps(LONG).encode()
 INCOMPLETE = {
-    "nothing said": b"",
+    "nothing sent": b"",
     "headers that drip": HEAD,
     "a body that does not come": HEAD + b"Content-Length: 100\r\n\r\n{",
     "a reader who takes nothing": HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(ASKED), ASKED),
@@ -62,8 +62,8 @@ def test_bad_requests_do_not_disturb_a_running_stream(chat: RunningServer) -> No
     host, _, port = chat.url.removeprefix("http://").partition(":")
     with ExitStack() as stack:
         stream = stack.enter_context(httpx.stream("POST", f"{chat.url}{CHAT}", json=LONG, timeout=200))
-        told = words(stream.iter_lines())
-        said = next(text for text in told if text)
+        texts = words(stream.iter_lines())
+        received = next(text for text in texts if text)
         for half in INCOMPLETE.values():
             connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=200))
             connection.sendall(half)
@@ -72,11 +72,11 @@ def test_bad_requests_do_not_disturb_a_running_stream(chat: RunningServer) -> No
             headers = {"content-type": "application/json"}
             refused = httpx.post(f"{chat.url}{CHAT}", content=content, headers=headers, timeout=200)
             assert refused.status_code == status, (name, refused.text)
-            said += next(told)
-        assert chat.client.stats().active == 2  # the text, and that of who takes nothing
+            received += next(texts)
+        assert chat.client.stats().active == 2  # the stream, and the answer that is not read
         for _ in range(20):
-            said += next(told)
-    assert said == (TURN * len(said))[: len(said)] and len(said) > 20
+            received += next(texts)
+    assert received == (TURN * len(received))[: len(received)] and len(received) > 20
 
 
 def test_fuzzing_by_the_openapi_schema_finds_no_failure(chat: RunningServer, scripted: Path, tmp_path: Path) -> None:

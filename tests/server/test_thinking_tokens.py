@@ -16,8 +16,8 @@ NOTE, ANALYSIS = "<|channel|>commentary<|message|>", "<|channel|>analysis<|messa
 END, FINAL = "<|end|><|start|>assistant", "<|channel|>final<|message|>"
 
 
-class Spelled:
-    """Tokens that stand for these pieces of text, by index."""
+class FakeCodec:
+    """A codec whose token i stands for `pieces[i]`."""
 
     def __init__(self, *pieces: str) -> None:
         self.pieces = pieces
@@ -32,7 +32,7 @@ def count(pieces: tuple[str, ...], tags: SpanTags | None, begun: bool = False) -
     for piece in pieces:
         splitter.feed(piece)
     choice = ChoiceState(0, TokenizedPrompt(()), SamplingParams(), splitter, tokens=list(range(len(pieces))))
-    return count_thinking_tokens(Spelled(*pieces), choice)  # type: ignore[arg-type]
+    return count_thinking_tokens(FakeCodec(*pieces), choice)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

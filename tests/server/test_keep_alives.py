@@ -25,7 +25,7 @@ from outrider.server.problems import to_problem
 
 
 class SilentRun(RequestRun):
-    """A run that reads a prompt and is silent in between."""
+    """A run that reports the progress of its prompt and is silent in between."""
 
     is_done = False  # type: ignore[assignment]
 
@@ -51,8 +51,8 @@ APIS: dict[str, AnswerFormatter] = {
 }
 
 
-def written(events: AnswerFormatter) -> list[bytes]:
-    """Returns everything written for such a run."""
+def written_output(events: AnswerFormatter) -> list[bytes]:
+    """Returns everything that is written for a `SilentRun`."""
 
     async def read() -> list[bytes]:
         silent_run, found = SilentRun(), list[bytes]()
@@ -70,15 +70,15 @@ def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("api", APIS)
 def test_silent_stream_sends_progress_and_keep_alive_comments(api: str) -> None:
-    assert written(APIS[api]) == [b": prompt 512/4096\n\n", b": still here\n\n", b": prompt 4096/4096\n\n"]
+    assert written_output(APIS[api]) == [b": prompt 512/4096\n\n", b": still here\n\n", b": prompt 4096/4096\n\n"]
 
 
 def test_silent_messages_stream_sends_pings() -> None:
-    assert written(messages.MessageFormatter(PLAN)) == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
+    assert written_output(messages.MessageFormatter(PLAN)) == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
 
 
-class HeldStream:
-    """Sends the beginning of a tool call, and no more."""
+class UnfinishedCallStream:
+    """Sends the beginning of a tool call and nothing after it."""
 
     request = "q"
 
@@ -88,7 +88,7 @@ class HeldStream:
 
 
 def test_stream_whose_text_is_held_back_sends_keep_alives() -> None:
-    client = SimpleNamespace(stream=lambda *_prompt, **_options: HeldStream())
+    client = SimpleNamespace(stream=lambda *_prompt, **_options: UnfinishedCallStream())
     timer = SimpleNamespace(record_tokens=lambda _tokens: None, finish=lambda _result, _error: None)
     box = Toolbox(({"type": "function", "function": {"name": "f", "parameters": {}}},))
 

@@ -46,15 +46,15 @@ BARE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% if 'tool_response>\n' in messages[-1].content %}<|answer|>
 {%- elif '<tools>' in messages[0].content %}<|tools|>{% else %}<|plain|>{% endif %}{% endif %}"""
-STERN = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + BARE
-FIRST = (
+WITHOUT_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + BARE
+SYSTEM_FIRST = (
     """{% for m in messages %}{% if not loop.first and m.role in ('system', loop.previtem.role) %}
 {{- raise_exception('system must be first, and turns alternate') }}{% endif %}{% endfor %}"""
     + BARE
 )
-"""Like Qwen3.5's, with the alternation that Gemma's and Mistral's require."""
+"""Like Qwen3.5's template, with the alternating turns that Gemma's and Mistral's require."""
 OWN_CALLS = "{# <tool_call> tool_call.name #}"
-"""Marks by which the format of a template's calls is recognised."""
+"""The marks by which a template's format of calls is recognised."""
 
 
 def folder_with(template: str | list[dict[str, str]], model: Path, to: Path) -> Path:
@@ -83,20 +83,20 @@ def server(chat: RunningServer, bare: Path, tmp_path_factory: pytest.TempPathFac
 
 
 def test_tools_calls_and_results_become_text_of_the_messages() -> None:
-    said = tools_as_text(TALK, (TOOL,))
-    assert [one["role"] for one in said] == ["system", "user", "assistant", "user"]
-    assert json.dumps(TOOL["function"]) in said[0]["content"] and "<tools>" in said[0]["content"]
+    rendered = tools_as_text(TALK, (TOOL,))
+    assert [one["role"] for one in rendered] == ["system", "user", "assistant", "user"]
+    assert json.dumps(TOOL["function"]) in rendered[0]["content"] and "<tools>" in rendered[0]["content"]
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-    assert said[2]["content"] == f"I look.\n{call}" and "tool_calls" not in said[2]
+    assert rendered[2]["content"] == f"I look.\n{call}" and "tool_calls" not in rendered[2]
     results = "".join(f"<tool_response>\n{one}\n</tool_response>\n" for one in ("22 C", "sunny"))
-    assert said[3]["content"] == f"{results}And?"
+    assert rendered[3]["content"] == f"{results}And?"
     own = tools_as_text([{"role": "system", "content": "Be brief."}, *HELLO], (TOOL,))
     assert [one["role"] for one in own] == ["system", "user"] and own[0]["content"].startswith("Be brief.\n\n")
     assert tools_as_text(HELLO, ()) == HELLO
 
 
 def test_tools_precede_the_first_user_message_if_system_is_refused(scripted: Path, tmp_path: Path) -> None:
-    stern = load_served_model("stern", folder_with(STERN, scripted, tmp_path / "stern"), ())
+    stern = load_served_model("stern", folder_with(WITHOUT_SYSTEM, scripted, tmp_path / "stern"), ())
     text = stern.codec.decode(stern.tokenize_conversation(TemplateInput(HELLO, Toolbox((TOOL,)))).tokens)
     assert text.startswith("<|im_start|>user\n") and "<tools>" in text and "\n\nhi<|im_end|>" in text
     own = stern.tokenize_conversation(TemplateInput([{"role": "system", "content": "Be kind."}, *HELLO])).tokens
@@ -105,11 +105,11 @@ def test_tools_precede_the_first_user_message_if_system_is_refused(scripted: Pat
 
 def test_later_system_messages_become_user_text_where_a_template_refuses_them(scripted: Path, tmp_path: Path) -> None:
     """Codex begins with two, and Claude Code sends one after the user's first message."""
-    strict = load_served_model("strict", folder_with(FIRST, scripted, tmp_path / "strict"), ())
+    strict = load_served_model("strict", folder_with(SYSTEM_FIRST, scripted, tmp_path / "strict"), ())
 
     def text(*messages: tuple[str, str], tools: tuple[Any, ...] = ()) -> str:
-        said = [{"role": role, "content": content} for role, content in messages]
-        return strict.codec.decode(strict.tokenize_conversation(TemplateInput(said, Toolbox(tools))).tokens)
+        turns = [{"role": role, "content": content} for role, content in messages]
+        return strict.codec.decode(strict.tokenize_conversation(TemplateInput(turns, Toolbox(tools))).tokens)
 
     begin, end = "<|im_start|>", "<|im_end|>\n"
     found = text(("system", "Be kind."), ("system", "Be brief."), ("user", "hi"), ("user", "you"), ("system", "Today"))
@@ -126,7 +126,7 @@ def test_later_system_messages_become_user_text_where_a_template_refuses_them(sc
 
 def test_answers_in_a_row_are_joined_where_a_template_refuses_them(scripted: Path, tmp_path: Path) -> None:
     """Clients send a text and the calls that follow it as two messages."""
-    strict = load_served_model("strict", folder_with(FIRST, scripted, tmp_path / "strict"), ())
+    strict = load_served_model("strict", folder_with(SYSTEM_FIRST, scripted, tmp_path / "strict"), ())
     answers = ({"role": "assistant", "content": one} for one in ("a", "", "b"))
     talk: Any = [*HELLO, *answers, {"role": "user", "content": "go"}]
     text = strict.codec.decode(strict.tokenize_conversation(TemplateInput(talk)).tokens)
@@ -136,7 +136,7 @@ def test_answers_in_a_row_are_joined_where_a_template_refuses_them(scripted: Pat
 
 
 def test_user_text_after_results_joins_the_last_where_a_template_refuses_it(scripted: Path, tmp_path: Path) -> None:
-    """Mistral's templates; Claude Code sends a reminder after results, and any user can speak there."""
+    """Such as Mistral's. Claude Code sends a reminder after results, and users may write there, too."""
     alternating = """{%- set turns = messages | rejectattr('tool_calls') | rejectattr('role', 'eq', 'tool') | list %}
 {%- for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no turn') }}{% endif %}
 {%- endfor %}"""
@@ -147,7 +147,7 @@ def test_user_text_after_results_joins_the_last_where_a_template_refuses_it(scri
 
 
 def test_template_that_shows_only_text_has_earlier_calls_in_it(scripted: Path, tmp_path: Path) -> None:
-    """LFM2's: without its calls, the model calls again."""
+    """Such as LFM2's: a model that does not see its calls repeats them."""
     lfm2 = load_served_model("lfm2", folder_with("{# <|tool_list_start|> #}" + BARE, scripted, tmp_path / "lfm2"), ())
     assert lfm2.tools is not None and not lfm2.tools_as_text
     arguments = {"city": 'Pa"ris', "days": 2, "near": True, "of": ["a", None]}
@@ -251,21 +251,22 @@ def test_tools_are_refused_when_the_fallback_is_disabled(bare: Path) -> None:
 
 
 def test_model_description_mentions_the_tool_fallback(server: RunningServer, chat: RunningServer) -> None:
-    told = httpx.get(f"{server.url}/v1/models").json()["data"][0]
-    assert "described in the system prompt" in told["description"] and "--no-tool-fallback" in told["description"]
+    entry = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+    assert "described in the system prompt" in entry["description"] and "--no-tool-fallback" in entry["description"]
     assert "description" not in httpx.get(f"{chat.url}/v1/models").json()["data"][0]
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_tool_call_and_its_result_work_through_the_system_prompt(server: RunningServer, choice: Any) -> None:
-    """The schema requires the days, which the script leaves out: only the grammar can enforce them."""
+    """The scripted model leaves out `days`, which the schema requires: only the grammar can enforce it."""
     asked = {"messages": HELLO, "tools": [TOOL], "tool_choice": choice, "max_tokens": 400, "parallel_tool_calls": False}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=200).json()["choices"][0]
     (call,) = answer["message"]["tool_calls"]
     jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
     assert answer["finish_reason"] == "tool_calls"
     talk = [*HELLO, answer["message"], {"role": "tool", "tool_call_id": call["id"], "content": "22 C"}]
-    said = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": talk, "tools": [TOOL]}, timeout=200).json()
-    assert said["choices"][0]["message"]["content"] == text_of(ANSWER)
+    body = {"messages": talk, "tools": [TOOL]}
+    answered = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=200).json()
+    assert answered["choices"][0]["message"]["content"] == text_of(ANSWER)
     free = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": HELLO}, timeout=200).json()
     assert free["choices"][0]["message"]["content"] == text_of(PLAIN)

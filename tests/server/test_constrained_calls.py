@@ -1,4 +1,4 @@
-"""Calls by a grammar: mlx-lm's parser reads everything that it allows as a call that satisfies the schema."""
+"""Calls constrained by a grammar: mlx-lm's parser reads each as a call that satisfies its schema."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ WITHOUT_DEEP = ("qwen3_coder", "minimax_m2", "minicpm5", "function_gemma", "gemm
 every_format = pytest.mark.parametrize("name", SPECIAL)
 
 
-def written(path: Path, marks: Sequence[str]) -> Tokenizer:
+def write_tokenizer(path: Path, marks: Sequence[str]) -> Tokenizer:
     """Saves a tokenizer of bytes and marks in `path`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
@@ -97,7 +97,7 @@ class Model:
     """A model that generates random text within the grammar."""
 
     def __init__(self, path: Path, name: str, marks: Sequence[str]) -> None:
-        self.tokenizer = written(path, marks)
+        self.tokenizer = write_tokenizer(path, marks)
         self.compiler = GrammarCompiler(path)
         template = "[ARGS]" if name == "mistral headed" else ""
         self.served: Any = SimpleNamespace(
@@ -107,21 +107,21 @@ class Model:
             codec=SimpleNamespace(eos={self.tokenizer.token_to_id(END)}),
         )
         tags = self.served.tools.tags
-        self.wishes = [mark for mark in (tags.start, tags.end, THINK.start, THINK.end, END) if mark]
+        self.frequent = [mark for mark in (tags.start, tags.end, THINK.start, THINK.end, END) if mark]
 
     def text(self, grammar: Grammar, seed: int) -> str:
-        """Generates a text; marks are more frequent than by chance."""
+        """Generates a text, with marks more frequently than by chance."""
         end, rng = self.tokenizer.token_to_id(END), random.Random(seed)
         constraint = self.compiler.constraint(grammar, [end], 0)
         assert constraint is not None
-        wishes = [self.tokenizer.encode(mark, add_special_tokens=False).ids for mark in self.wishes]
-        tokens, wish = [], iter([])
+        frequent = [self.tokenizer.encode(mark, add_special_tokens=False).ids for mark in self.frequent]
+        tokens, pending = [], iter([])
         while end not in tokens:
             bits = np.unpackbits(constraint.allowed([tokens]).view(np.uint8), bitorder="little")
             constraint.check(tokens)
-            if (wanted := next(wish, None)) is None or not bits[wanted]:
-                wish = iter(rng.choice(wishes) if rng.random() < (0.2 if tokens else 0.8) else [])
-                wanted = next(wish, None)
+            if (wanted := next(pending, None)) is None or not bits[wanted]:
+                pending = iter(rng.choice(frequent) if rng.random() < (0.2 if tokens else 0.8) else [])
+                wanted = next(pending, None)
             if wanted is None or not bits[wanted]:
                 allowed = np.flatnonzero(bits)
                 wanted = int(allowed[rng.randrange(len(allowed))])
@@ -137,7 +137,7 @@ class Model:
 
 @cache
 def validator(schema: str) -> jsonschema.Draft202012Validator:
-    """One for all texts: `jsonschema.validate` would check the schema itself each time, which takes longer."""
+    """Cached, because `jsonschema.validate` checks the schema itself each time, which takes longer."""
     return jsonschema.Draft202012Validator(json.loads(schema))
 
 
@@ -192,15 +192,15 @@ def test_calls_can_be_limited_to_one(tmp_path: Path, name: str) -> None:
 def test_strict_tools_constrain_only_the_calls(
     tmp_path: Path, name: str, special: bool, thinking_mode: ThinkingMode
 ) -> None:
-    """Each mark begins a call that can be read."""
+    """Each start tag begins a call that can be parsed."""
     marks = (*SPECIAL[name], "<think>", "</think>") if special else ()
     model, tools, prompt = Model(tmp_path, name, marks), tools_of(name), TokenizedPrompt((), thinking_mode)
     box, seen = Toolbox(tools, strict=frozenset(["flat"])), set[type]()
     grammar = build_answer_grammar(model.served, prompt, box, None)
     assert grammar is not None
-    said = "<think>a <tool_call> b</think>\n\nI look." if thinking_mode is not ThinkingMode.NONE else "I look."
-    said = said.removeprefix("<think>") if thinking_mode is ThinkingMode.BEGUN else said
-    assert accepts(model, grammar, said) and not accepts(model, grammar, f"{said}<tool_call>x")
+    answer = "<think>a <tool_call> b</think>\n\nI look." if thinking_mode is not ThinkingMode.NONE else "I look."
+    answer = answer.removeprefix("<think>") if thinking_mode is ThinkingMode.BEGUN else answer
+    assert accepts(model, grammar, answer) and not accepts(model, grammar, f"{answer}<tool_call>x")
     for seed in range(10):
         text = model.text(grammar, seed)
         parts = model.parts(text, box, prompt)
@@ -241,18 +241,18 @@ def test_response_format_with_tools_allows_a_call_or_the_format(
             kinds = {type(part) for part in parts} - {ThinkingPart}
             seen |= {type(part) for part in parts}
             assert len(kinds) == 1 and (tools is box or kinds == {TextPart})
-            said = "".join(part.text for part in parts if isinstance(part, TextPart))
+            answer = "".join(part.text for part in parts if isinstance(part, TextPart))
             if kinds == {ToolCall}:
                 assert read(parts, TOOLS)
             elif kind == "json_schema":
-                assert len(json.loads(said)) <= 1
+                assert len(json.loads(answer)) <= 1
             else:
-                assert re.fullmatch("[a-z <]{4}/" if kind == "regex" else r"<tool\d+</think>", said)
+                assert re.fullmatch("[a-z <]{4}/" if kind == "regex" else r"<tool\d+</think>", answer)
     assert seen == {TextPart, ToolCall, *(() if thinking_mode is ThinkingMode.NONE else (ThinkingPart,))}
 
 
 def test_format_follows_the_mark_of_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of gpt-oss: without it, the model would write the format where it expects the name of a channel."""
+    """As with gpt-oss: without the mark, the model would write the format in place of a channel's name."""
     monkeypatch.setattr(f"{__name__}.END", "<|return|>")
     marks = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|call|>")
     model = Model(tmp_path, "json_tools", (*SPECIAL["json_tools"], *marks))
@@ -264,14 +264,14 @@ def test_format_follows_the_mark_of_the_answer(tmp_path: Path, monkeypatch: pyte
     form = build_answer_grammar(model.served, prompt, Toolbox(), FORMS["regex"])
     tools = build_answer_grammar(model.served, prompt, Toolbox(TOOLS, guided=True), None)
     assert form is not None and tools is not None
-    for grammar, said in (
+    for grammar, answer in (
         (form, "abcd/"),
         (tools, "So"),
         (tools, '<tool_call>{"name": "none", "arguments": {}}</tool_call>'),
     ):
         for before in ("", thought):
-            assert accepts(model, grammar, f"{before}<|channel|>final<|message|>{said}")
-            assert not accepts(model, grammar, f"{before}{said}")
+            assert accepts(model, grammar, f"{before}<|channel|>final<|message|>{answer}")
+            assert not accepts(model, grammar, f"{before}{answer}")
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_allowed_string_spellings_are_those_read_back_unchanged(
 
 
 def test_end_tag_inside_a_value_does_not_end_the_call(tmp_path: Path) -> None:
-    """Where the format's marks are bytes, a string may have them."""
+    """If the tags are plain bytes instead of special tokens, a string may contain them."""
     model = Model(tmp_path, "json_tools", ())
     box = Toolbox((function("f", None, {"properties": {"x": TEXT}}),), required=True)
     grammar = build_answer_grammar(model.served, TokenizedPrompt(()), box, None)
@@ -397,7 +397,7 @@ def test_end_tag_inside_a_value_does_not_end_the_call(tmp_path: Path) -> None:
 
 
 def test_a_space_before_the_list_of_calls_is_optional(tmp_path: Path) -> None:
-    """Mistral's 7B writes one, Nemo does not; a model must not be made to write what it never saw."""
+    """Mistral's 7B writes one, Nemo does not. A model must not be forced to write what it has never seen."""
     model = Model(tmp_path, "mistral", SPECIAL["mistral"])
     grammar = build_answer_grammar(model.served, TokenizedPrompt(()), Toolbox(TOOLS, required=True), None)
     assert grammar is not None
