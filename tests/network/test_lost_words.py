@@ -25,10 +25,10 @@ from outrider.protocol.messages import (
     Verify,
 )
 from outrider.protocol.sampling import SamplingParams
-from tests.covering import matrix
 from tests.network.stories import DRAFT, TARGET
 from tests.network.transport import Way
 from tests.network.world import Setting, World
+from tests.pairwise import matrix
 from tests.system.links import VirtualClock
 
 SAMPLING = SamplingParams(max_tokens=20, temp=0.8, seed=4)

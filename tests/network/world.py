@@ -26,8 +26,8 @@ from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Abilities, Hello, InProcessDrafter, KvMemory, Message, Outcome
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
+from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
-from tests.honest import HonestWorkers
 from tests.network.transport import CLEAR, Journal, Way, Weather
 from tests.network.watch import Watch
 from tests.system.links import Idle, Listening, VirtualClock
@@ -103,7 +103,7 @@ class Node:
             pass
 
 
-class World(HonestWorkers):
+class World(FakeWorkers):
     """The cluster; `target` and `draft` are its models, and `another` that of the last drafter."""
 
     def __init__(

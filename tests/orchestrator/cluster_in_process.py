@@ -33,9 +33,9 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
+from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
 from tests.harness.virtual.known_text import held, path_of
-from tests.honest import HonestWorkers
 from tests.system.links import FakeLink, Idle, through_the_codec
 from tools.simulation.replay import ReplayDrafter, Script
 
@@ -109,7 +109,7 @@ class OracleTarget:
         return Outcome(message.request, message.epoch, message.round, at, len(nodes), bonus, Span(0, 1), path=path)
 
 
-class Cluster(HonestWorkers):
+class Cluster(FakeWorkers):
     """Runs requests to their end. `steps` drafter forwards fit behind a verify; `drop` may lose a message."""
 
     def __init__(

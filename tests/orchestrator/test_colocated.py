@@ -25,13 +25,13 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
+from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
-from tests.honest import HonestWorkers
 
 MS = 1_000_000
 
 
-class Target(HonestWorkers):
+class Target(FakeWorkers):
     """Accepts `accepted` tokens of every chain; drafting a token takes 2 ms, a verify 10 ms and `row_ms` a chain token.
     Chains have at most the `lengths` in turn."""
 

@@ -47,8 +47,8 @@ from outrider.target_worker.in_process_drafters import (
     InProcessProposer,
 )
 from outrider.target_worker.worker import TargetWorker
+from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
-from tests.honest import HonestWorkers
 from tests.system.links import FakeLink, Idle, VirtualClock, through_the_codec
 
 UNTIL_IDLE = 10_000
@@ -134,7 +134,7 @@ class Run:
         return Counter(round_.source for round_ in self.rounds)
 
 
-class Cluster(HonestWorkers):
+class Cluster(FakeWorkers):
     """Runs one request at a time to its end. `after_draft` is called with every tree after each turn of the drafter."""
 
     def __init__(

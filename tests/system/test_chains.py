@@ -16,8 +16,8 @@ from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Branches, Message
 from outrider.protocol.sampling import SamplingParams
 from tests.columns import column_tokens
-from tests.covering import matrix
-from tests.slots import open_read
+from tests.pairwise import matrix
+from tests.slots import open_draft_tree
 from tests.system.cluster import AMPLE, MIXED, UNTIL_IDLE, Cluster, Schedule
 from tests.system.links import intercept
 from tests.system.redraft import TIE, doubts, fresh_scores, only_ties
@@ -122,7 +122,7 @@ def test_drafters_cache_holds_the_committed_tokens_every_round(
             return
         seen.append(tree.committed_len)
         assert len(columns) == tree.committed_len
-        again = open_read(fresh, columns, params)
+        again = open_draft_tree(fresh, columns, params)
         (ours,), (theirs,) = tree.candidates([tree.root], 10), again.candidates([again.root], 10)
         assert [c.gap for c in ours] == pytest.approx([c.gap for c in theirs], abs=TIE)
         assert [c.token for c in ours] == [c.token for c in theirs]

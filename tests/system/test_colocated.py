@@ -15,7 +15,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.columns import column_tokens
-from tests.covering import matrix
+from tests.pairwise import matrix
 from tests.system.cluster import Cluster, Run
 from tests.system.links import intercept
 from tests.system.markov import markov, p_values

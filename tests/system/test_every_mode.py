@@ -25,8 +25,8 @@ from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Done, Generate
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
 from outrider.target_worker.certificate import Claim, certify
-from tests.halts import pid_of, still
 from tests.harness.default_model import Prompt, mixed
+from tests.suspend import pid_of, suspended
 from tests.tiny import Pair
 
 LIMIT_SECONDS = 200.0
@@ -169,7 +169,7 @@ def test_single_request_is_not_queued_behind_all_of_a_busy_client(cluster: Local
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(cluster.endpoint)
-        with still(pid_of(client, "target")):
+        with suspended(pid_of(client, "target")):
             for number, client_name in enumerate(["busy"] * 16 + ["single"]):
                 socket.send_multipart(
                     encode(Generate(f"{client_name} {number}", PROMPTS[0].text, None, asked, client=client_name))

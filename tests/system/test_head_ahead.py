@@ -19,8 +19,8 @@ from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams
 from tests.columns import column_tokens
-from tests.covering import matrix
 from tests.drafters.pair_feeds import PairFeed, read, slots
+from tests.pairwise import matrix
 from tests.system.cluster import MIXED, Cluster, Run
 from tests.system.links import VirtualClock
 from tests.target_worker.block_heads import block_head, block_token_head, convolving_head, gated_head, parallel_head

@@ -14,7 +14,7 @@ from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
-from tests.covering import matrix
+from tests.pairwise import matrix
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.same import check_same
 from tests.system.small import LOOPING

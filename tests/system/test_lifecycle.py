@@ -25,7 +25,7 @@ from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
 from outrider.protocol.keys import Keyring
 from outrider.protocol.socket_files import PrivateDirectory
-from tests.halts import in_the_middle, pid_of, slowed
+from tests.suspend import pid_of, suspended_text, throttled
 from tests.tiny import Pair
 
 LIMIT = 200.0
@@ -96,7 +96,7 @@ def until_something_prepared_is_served(client: Client, sampling: SamplingParams)
         return client.generate(PROMPT, sampling, mode="ssd").timings.cache_hits > 0
 
     if not is_served():
-        with slowed(pid_of(client, "target")):
+        with throttled(pid_of(client, "target")):
             until(is_served, "something prepared is served")
 
 
@@ -225,7 +225,7 @@ def test_sigterm_finishes_running_requests_refuses_new_ones_and_removes_the_sock
             other.generate(PROMPT, drafter="unheard-of")
         return isinstance(error.value, WorkerError) and "accepts no new requests" in str(error.value)
 
-    with in_the_middle(other, lambda: client.stream(PROMPT, LONG)) as (stream, chunks):
+    with suspended_text(other, lambda: client.stream(PROMPT, LONG)) as (stream, chunks):
         server.process.send_signal(signal.SIGTERM)
         until(refused, "new requests are refused")
     for _ in chunks:
@@ -245,7 +245,7 @@ def test_reconnecting_client_continues_its_text_on_the_next_server(serve: Callab
     for number in (signal.SIGKILL, signal.SIGTERM):
         asking, other = Client(server.endpoint, reconnect=True), Client(server.endpoint)
         with (
-            in_the_middle(other, lambda asking=asking: asking.stream(PROMPT, sampling)) as (stream, chunks),
+            suspended_text(other, lambda asking=asking: asking.stream(PROMPT, sampling)) as (stream, chunks),
             ThreadPoolExecutor(1) as once,
         ):
             without = once.submit(other.generate, PROMPT, LONG) if number == signal.SIGTERM else None
@@ -407,7 +407,10 @@ def test_server_with_more_idle_connections_than_its_soft_file_limit_answers_and_
         text = first + "".join(chunk.text for chunk in stream)
         assert client.generate(PROMPT, sampling).text == text
     assert client.generate(PROMPT, sampling).text == text
-    with in_the_middle(client, lambda: client.stream(PROMPT, ENDLESS)) as (_, chunks), ThreadPoolExecutor(1) as reader:
+    with (
+        suspended_text(client, lambda: client.stream(PROMPT, ENDLESS)) as (_, chunks),
+        ThreadPoolExecutor(1) as reader,
+    ):
         reading = reader.submit(list, chunks)
 
         def is_over() -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import Grammar, SamplingParams
-from tests.covering import matrix
+from tests.pairwise import matrix
 from tests.system.cluster import MIXED, Cluster, Run
 from tests.system.same import check_same
 

@@ -10,7 +10,7 @@ import pytest
 from outrider import Client, LocalCluster, Origin
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from tests.halts import pid_of, slowed
+from tests.suspend import pid_of, throttled
 from tests.target_worker.heads import markov_llama, write_feature_head
 
 WAYS = {
@@ -47,7 +47,7 @@ def test_every_drafter_keeps_the_text_and_is_reported_by_name(client: Client) ->
         found = client.generate(PROMPT, params, mode=mode, drafter=drafter, origins=True)
         assert found.token_ids == alone.token_ids
         while not expected <= set(found.origins or ()):  # a busy machine's drafter is late, but for a slow target
-            with slowed(pid_of(client, "target")):
+            with throttled(pid_of(client, "target")):
                 found = client.generate(PROMPT, params, mode=mode, drafter=drafter, origins=True)
             assert found.token_ids == alone.token_ids
         if drafter.startswith("eagle3"):

@@ -21,12 +21,12 @@ from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE as MODEL
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
-from tests.halts import in_the_middle, slowed
 from tests.harness import faults as harness_faults
 from tests.harness.chaos import AT_ONCE, Load, Strike
 from tests.harness.faults import STARTED, Faults
 from tests.harness.random_identity import DIFFERENT
 from tests.harness.soak import settled
+from tests.suspend import suspended_text, throttled
 from tests.tiny import Pair
 
 LIMIT, TRIES = 200.0, 20
@@ -124,7 +124,7 @@ def test_killed_drafter_rejoins_the_running_text(cluster: LocalCluster) -> None:
     stream = client.stream(PROMPT, long, mode="ssd")
     chunks = iter(stream)
     # The text outlasts a drafter's start, and the target answers between two of its breaks on a slow machine, too.
-    with slowed(worker(client, "target").pid, still_s=0.6, moving_s=0.05):
+    with throttled(worker(client, "target").pid, suspended_s=0.6, running_s=0.05):
         next(chunks)
         os.kill(worker(client, "draft").pid, signal.SIGKILL)
         while (draft := worker(client, "draft")).restarts == before or draft.state != "ready":
@@ -219,7 +219,10 @@ def test_target_that_cannot_restart_fails_its_request_with_the_reason(served: Pa
     # Whoever asked is told; the cluster's own end is then no error of its own.
     with LocalCluster(model=str(model), draft_backend="ngram") as running:
         client = running.client()
-        with in_the_middle(client, lambda: client.stream(PROMPT, replace(SAMPLED, max_tokens=4000))) as (_, chunks):
+        with suspended_text(client, lambda: client.stream(PROMPT, replace(SAMPLED, max_tokens=4000))) as (
+            _,
+            chunks,
+        ):
             (model / "model.safetensors").unlink()
             os.kill(worker(client, "target").pid, signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"died 5 times in a row") as error:

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from outrider import Client, SamplingParams
-from tests.halts import in_the_middle
 from tests.harness.two_hosts import namespace
 from tests.harness.two_hosts.drafter import NAME, far_cluster, wait_for
 from tests.harness.two_hosts.hosts import TwoHosts
+from tests.suspend import suspended_text
 from tests.tiny import Pair
 
 WHY_NOT = namespace.why_not()
@@ -55,7 +55,7 @@ def test_a_text_is_the_same_over_any_link(
 def test_drafter_rejoins_a_text_after_its_link_is_cut_and_healed(hosts: TwoHosts, client: Client) -> None:
     hosts.shape(2)
     for _ in range(TRIES):  # a target that stands still for as long as it may is another one afterwards
-        with in_the_middle(client, lambda: client.stream(PROMPT, LONG, mode="ssd")) as (stream, chunks):
+        with suspended_text(client, lambda: client.stream(PROMPT, LONG, mode="ssd")) as (stream, chunks):
             hosts.cut()
             wait_for(client, NAME, "frozen")
             hosts.heal()

@@ -15,7 +15,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import DraftTree, TreeUnion, merge_trees
-from tests.covering import matrix
+from tests.pairwise import matrix
 from tests.system.cluster import AMPLE, MIXED, Cluster, Run
 from tests.system.links import VirtualClock
 from tests.target_worker.block_heads import block_head

@@ -22,7 +22,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, _usable_prefix_length
 from outrider.target_worker.target_request import TargetRequest
 from outrider.target_worker.worker import TargetWorker
-from tests.alone import continuations
+from tests.drafting import draft_chains
 from tests.system.links import FakeLink, answered
 from tests.target_worker.block_heads import convolving_head, parallel_head
 from tests.target_worker.heads import drafter, latent_head, markov_llama, mtp_head, random_head, recurrent_head
@@ -96,7 +96,7 @@ def assert_as_fresh(chat: Conversation, running: TargetRequest) -> None:
     fresh = HeadDrafter(chat.head, chat.model.vocab_size)
     again = fresh.open_draft(SamplingParams())
     again.add_features(0, rows[0][:known])
-    continuations([again.set_text(tokens[: known + 1])], [1])
+    draft_chains([again.set_text(tokens[: known + 1])], [1])
     for mine, true in zip(heard.tree.save(known + 1).layers, again.tree.save(known + 1).layers, strict=True):
         for a, b in zip(mine, true, strict=True):
             assert float(mx.abs(a - b).max().item()) < 1e-3
@@ -219,12 +219,12 @@ def test_target_rereads_the_rows_that_any_of_several_heads_lacks(target: LoadedM
         if known:
             heard = head.open_draft(SamplingParams())
             heard.add_features(0, mx.ones((known, 64)))
-            continuations([heard.set_text(PROMPT[: known + 1])], [1])
+            draft_chains([heard.set_text(PROMPT[: known + 1])], [1])
             heard.close(discard=False)
     followers = [head.open_draft(SamplingParams()) for head in own]
     assert _usable_prefix_length(slot, followers, 52) == 45
     for follower in followers:
         follower.add_features(45, mx.ones((4, 64)))
     for follower, length in zip(followers, (49, 49, 4), strict=True):
-        continuations([follower.set_text(slot.tokens[:50])], [1])
+        draft_chains([follower.set_text(slot.tokens[:50])], [1])
         assert len(follower.tree.pairs) == length

@@ -30,10 +30,10 @@ from outrider.protocol.messages import Autonomous, DraftTokens, InProcess, Open,
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
-from tests.ahead import said
-from tests.alone import continuations
 from tests.drafters import nextn_heads
 from tests.drafters.mtp_heads import model_of, write, written
+from tests.drafting import draft_chains
+from tests.forwards import unwrap
 from tests.system.links import FakeLink, answered, drafted_chain
 from tests.target_worker.block_heads import (
     block_feature_head,
@@ -237,19 +237,19 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
                     chain[-1] = (chain[-1] + 1) % 258
             chains.append((tuple(chain), k))
         some = [n for n in range(3) if draws.random() < 0.8]
-        continuations([followers[n].set_text(slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some])
+        draft_chains([followers[n].set_text(slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some])
         outputs = begin_forward(
             [VerifyInput(slot, chain) for slot, (chain, _) in zip(slots, chains, strict=True)]
         ).commit()
-        assert [said(v).accepted for v in outputs] == [k for _, k in chains]
-    continuations([f.set_text(s.tokens) for f, s in zip(followers, slots, strict=True)], [2, 3, 1])
+        assert [unwrap(v).accepted for v in outputs] == [k for _, k in chains]
+    draft_chains([f.set_text(s.tokens) for f, s in zip(followers, slots, strict=True)], [2, 3, 1])
     for slot, follower, rows in zip(slots, followers, heard, strict=True):
         features = mx.concatenate(rows)
         assert len(follower.tree.pairs) == len(slot.tokens) - 1 == features.shape[0]
         fresh = HeadDrafter(head, target.vocab_size)
         again = fresh.open_draft(SamplingParams())
         again.add_features(0, features)
-        continuations([again.set_text(slot.tokens)], [1])
+        draft_chains([again.set_text(slot.tokens)], [1])
         for mine, true in zip(layers_of(follower), layers_of(again), strict=True):
             for a, b in zip(mine, true, strict=True):
                 assert float(mx.abs(a - b).max().item()) < 1e-3
@@ -275,7 +275,7 @@ def test_recurrent_head_depends_only_on_the_newest_row(target: LoadedModel) -> N
             again = fresh.open_draft(SamplingParams())
             again.add_features(len(text) - 2, features[-1:])
             chain, other = (
-                continuations([f.set_text(text)], [3])[0].chain for d, f in ((own, follower), (fresh, again))
+                draft_chains([f.set_text(text)], [3])[0].chain for d, f in ((own, follower), (fresh, again))
             )
             assert chain == other and len(chain) == 3
             again.close(discard=True)
@@ -286,7 +286,7 @@ def test_head_restarts_behind_a_gap_in_its_rows(target: LoadedModel) -> None:
     follower, text = own.open_draft(SamplingParams()), list(range(5, 45))
 
     def chain(count: int) -> tuple[int, ...]:
-        return continuations([follower.set_text(text[:count])], [2])[0].chain
+        return draft_chains([follower.set_text(text[:count])], [2])[0].chain
 
     follower.add_features(0, mx.ones((9, 64)))
     assert len(chain(10)) == 2 and len(follower.tree.pairs) == 9
@@ -308,7 +308,7 @@ def test_only_the_newest_rows_are_kept_while_nothing_is_drafted(
         follower.add_features(at, mx.ones((min(100, len(text) - 1 - at), 64)))
     assert MAX_BUFFERED // 2 <= follower.features.count <= MAX_BUFFERED
     monkeypatch.setattr(own, "context_length", 1 << 20)
-    assert len(continuations([follower.set_text(text)], [1])[0].chain) == 1
+    assert len(draft_chains([follower.set_text(text)], [1])[0].chain) == 1
     assert len(follower.tree.pairs) >= MAX_BUFFERED // 2
 
 
@@ -331,10 +331,10 @@ def test_failed_text_of_a_batch_does_not_affect_the_others(
     chains = [follower.set_text([5, 6, 7, 8]) for follower in followers]
     followers[0].add_features(0, mx.full((3, 64), mx.nan))
     followers[1].add_features(0, mx.zeros((3, 64)))
-    found = continuations(chains, [3, 3])
+    found = draft_chains(chains, [3, 3])
     assert isinstance(found[0], ModelFault) and len(found[1].chain) == 3
     followers[1].add_features(3, mx.zeros((1, 64)))
-    assert len(continuations([followers[1].set_text([5, 6, 7, 8, 9])], [3])[0].chain) == 3
+    assert len(draft_chains([followers[1].set_text([5, 6, 7, 8, 9])], [3])[0].chain) == 3
 
 
 def test_wrong_pairing_of_rows_and_tokens_raises_a_doubt(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_residual_chain_of_a_head_is_proposed_as_certain(target: LoadedModel) ->
     own = drafter(token_head(target), target)
     follower = own.open_draft(SamplingParams(temp=0.8, seed=3, rule="residual"))
     follower.add_features(0, mx.zeros((3, 64)))
-    (found,) = continuations([follower.set_text([5, 6, 7, 8])], [3])
+    (found,) = draft_chains([follower.set_text([5, 6, 7, 8])], [3])
     assert len(found.chain) == 3 and found.q is None
 
 
@@ -389,5 +389,5 @@ def test_penalties_count_the_drafted_chain(target: LoadedModel) -> None:
     for follower in (free, bound):
         follower.add_features(0, mx.zeros((3, 64)))
     lines: list[Any] = [free.set_text([5, 6, 7, 8]), bound.set_text([5, 6, 7, 8])]
-    plain, other = continuations(lines, [18, 18])
+    plain, other = draft_chains(lines, [18, 18])
     assert len(set(other.chain) - {5, 6, 7, 8}) == 18 and other.chain != plain.chain
