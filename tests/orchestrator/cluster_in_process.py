@@ -35,7 +35,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
-from tests.harness.virtual.known_text import held, path_of
+from tests.harness.virtual.known_text import accepted_nodes, outcome_path
 from tests.system.links import FakeLink, Idle, through_the_codec
 from tools.simulation.replay import ReplayDrafter, Script
 
@@ -92,7 +92,7 @@ class OracleTarget:
         outcome = self._outcome(message)
         if self._prepared is None or self._prepared.round != message.round:
             return [outcome]
-        committed = (*(message.chain[node] for node in held(self.text, message)), outcome.bonus)
+        committed = (*(message.chain[node] for node in accepted_nodes(self.text, message)), outcome.bonus)
         prepared = self._prepared.proposal(committed)
         left = self._prepared.max_tokens - len(committed)
         if prepared is None and self._prepared.row_costs and left > 0 and set(self._eos).isdisjoint(committed):
@@ -103,9 +103,9 @@ class OracleTarget:
         return [structs.replace(outcome, next_proposal=prepared)]
 
     def _outcome(self, message: Verify) -> Outcome:
-        at, nodes = message.base_len, held(self.text, message)
+        at, nodes = message.base_len, accepted_nodes(self.text, message)
         bonus = self.text[at + len(nodes)]
-        path = path_of(nodes)
+        path = outcome_path(nodes)
         return Outcome(message.request, message.epoch, message.round, at, len(nodes), bonus, Span(0, 1), path=path)
 
 
