@@ -21,7 +21,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
 from tests.drafting import advance, draft_chain
 from tests.slots import open_draft_tree
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, run_worker
 from tests.system.markov import markov
 from tools.simulation.replay import ReplayDrafter, Script
 
@@ -130,8 +130,8 @@ def messages_of(drafter: Any, sampling: SamplingParams, kind: type[Message]) -> 
     link = FakeLink("draft-0")
     worker = DraftWorker(link, drafter, FAN_OUT_POLICIES["uniform"])
     opening, task = Open("r", 0, 0, tokens, sampling, fan_out=2), Commit("r", 0, 0, len(PROMPT), (), (), 2, 6)
-    found = answered(worker, link, [opening, task], turns=9)
-    found += answered(worker, link, [Commit("r", 0, 1, len(PROMPT) + 1, (3,), None, 3, 6)], turns=2)
+    found = run_worker(worker, link, [opening, task], turns=9)
+    found += run_worker(worker, link, [Commit("r", 0, 1, len(PROMPT) + 1, (3,), None, 3, 6)], turns=2)
     return [message for message in found if isinstance(message, kind)]
 
 

@@ -36,7 +36,7 @@ from outrider.protocol.schema import Origin
 from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
 from tests.harness.virtual.known_text import accepted_nodes, outcome_path
-from tests.system.links import FakeLink, Idle, through_the_codec
+from tests.system.links import FakeLink, Idle, codec_round_trip
 from tools.simulation.replay import ReplayDrafter, Script
 
 GREEDY = SamplingParams()
@@ -162,7 +162,7 @@ class Cluster(FakeWorkers):
     def send_target(self, message: Message) -> None:
         self.sent_to_target.append(message)
         if not self._drop(message):
-            self._to_target.append(through_the_codec(message))
+            self._to_target.append(codec_round_trip(message))
 
     def flush_and_yield(self) -> None:
         """Nothing waits for anything here."""
@@ -170,7 +170,7 @@ class Cluster(FakeWorkers):
     def send_worker(self, name: str, message: Message) -> None:
         self.sent_to_drafters.append((name, message))
         if not self._drop(message):
-            next(link for link in self.links if link.name == name).inbox.append(through_the_codec(message))
+            next(link for link in self.links if link.name == name).inbox.append(codec_round_trip(message))
 
     def run(
         self,
@@ -211,13 +211,13 @@ class Cluster(FakeWorkers):
             self._prepare()
             for outcome in self.target.answer(self._to_target.popleft()):
                 if not self._drop(outcome):
-                    self.rounds.handle([("target-0", through_the_codec(outcome))], self._now)
+                    self.rounds.handle([("target-0", codec_round_trip(outcome))], self._now)
             if self.target.autonomous is not None:
                 self._to_target.appendleft(self.target.autonomous)
                 self.target.autonomous = None
         elif (outcome := self.target.step()) is not None:
             if not self._drop(outcome):
-                self.rounds.handle([("target-0", through_the_codec(outcome))], self._now)
+                self.rounds.handle([("target-0", codec_round_trip(outcome))], self._now)
         else:
             self._work(100)
             self._now += 10_000_000_000 if not self._to_target else 0

@@ -23,7 +23,7 @@ from outrider.target_worker.in_process_drafters import InProcessDrafters, _usabl
 from outrider.target_worker.target_request import TargetRequest
 from outrider.target_worker.worker import TargetWorker
 from tests.drafting import draft_chains
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, run_worker
 from tests.target_worker.block_heads import convolving_head, parallel_head
 from tests.target_worker.heads import drafter, latent_head, markov_llama, mtp_head, random_head, recurrent_head
 
@@ -47,12 +47,12 @@ class Conversation:
         self.link = FakeLink("target-0")
         own = InProcessDrafters({"own": self.own}) if self.own else None
         self.worker = TargetWorker(self.link, model, drafters=own)  # type: ignore[arg-type]
-        answered(self.worker, self.link, [KvMemory(memory)])
+        run_worker(self.worker, self.link, [KvMemory(memory)])
 
     def begin(self, name: str, tokens: Sequence[int]) -> TargetRequest:
         params = SamplingParams(max_tokens=LENGTH, temp=0.8, seed=5)
         opened = Open(name, 0, 0, np.array(tokens, np.int32), params)
-        self.told = answered(self.worker, self.link, [opened])
+        self.told = run_worker(self.worker, self.link, [opened])
         return self.worker._running[name]
 
     def write(self, name: str, draft: int = 3) -> list[int]:
@@ -61,7 +61,7 @@ class Conversation:
         start = len(running.slot.tokens)
         go = Autonomous(LENGTH, InProcess(draft) if self.own and draft else None)
         word = Verify(name, 0, running.round + 1, start, go)
-        found = answered(self.worker, self.link, [word])
+        found = run_worker(self.worker, self.link, [word])
         assert all(isinstance(one, Outcome) for one in found), found
         return running.slot.tokens[start:]
 
@@ -70,7 +70,7 @@ class Conversation:
         running = self.begin(name, tokens)
         self.write(name, draft)
         text = list(running.slot.tokens)
-        answered(self.worker, self.link, [Close(name)])
+        run_worker(self.worker, self.link, [Close(name)])
         return text
 
     @property

@@ -34,7 +34,7 @@ from tests.drafters import nextn_heads
 from tests.drafters.mtp_heads import model_of, write, written
 from tests.drafting import draft_chains
 from tests.forwards import unwrap
-from tests.system.links import FakeLink, answered, drafted_chain
+from tests.system.links import FakeLink, drafted_chain, run_worker
 from tests.target_worker.block_heads import (
     block_feature_head,
     block_head,
@@ -82,10 +82,10 @@ def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int
     link = FakeLink("target-0", deque(opens))
     together = InProcessDrafters({"own": own} if own else {})
     worker = TargetWorker(link, target, drafters=together)  # type: ignore[arg-type]
-    found = answered(worker, link, ())
+    found = run_worker(worker, link, ())
     draft = InProcess(DEPTH) if own else None
     go = [Verify(o.request, 0, 1, len(o.tokens) + 1, Autonomous(LENGTH, draft)) for o in opens]
-    found += answered(worker, link, go)
+    found += run_worker(worker, link, go)
     assert all(isinstance(one, Outcome) for one in found), found
     assert not own or len(getattr(own.kv_cache, "_sequences", ())) <= requests
     return [[one for one in found if one.request == o.request] for o in opens]
@@ -124,7 +124,7 @@ def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: Load
     link = FakeLink("target-0", deque([opened]))
     own = drafter(token_head(target), target)
     worker = TargetWorker(link, target, drafters=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
-    answered(worker, link, ())
+    run_worker(worker, link, ())
     running, start = worker._running["r"], len(PROMPTS[0])
     for turn in range(5):
         at = len(running.slot.tokens)
@@ -132,7 +132,7 @@ def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: Load
         chain = (rest[0], (rest[1] + 1) % 258)
         autonomous = Verify("r", 0, running.round + 1, at, Autonomous(5, None if turn % 3 else InProcess(3)))
         word = Verify("r", 0, running.round + 1, at, DraftTokens(chain)) if turn % 3 == 1 else autonomous
-        answered(worker, link, [word])
+        run_worker(worker, link, [word])
     assert running.slot.tokens[start:] == truth[: len(running.slot.tokens) - start]
     draft = running._drafting["own"]
     assert isinstance(draft, HeadDraft)

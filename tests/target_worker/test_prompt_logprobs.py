@@ -17,7 +17,7 @@ from outrider.protocol.messages import Autonomous, Close, KvMemory, Open, Outcom
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, run_worker
 
 TOP = 3
 SYSTEM = [(31 * i) % 250 + 2 for i in range(300)]
@@ -33,7 +33,7 @@ def model(tiny_model: Callable[..., Path]) -> LoadedModel:
 def worker(model: LoadedModel, counted_clock: None) -> tuple[TargetWorker, FakeLink]:
     link = FakeLink("target-0")
     worker = TargetWorker(link, model)  # type: ignore[arg-type]
-    answered(worker, link, [KvMemory(1 << 26)])
+    run_worker(worker, link, [KvMemory(1 << 26)])
     return worker, link
 
 
@@ -58,20 +58,20 @@ def check(model: LoadedModel, tokens: Sequence[int], rows: Logprobs | None) -> N
 
 def test_prompt_logprobs_are_those_of_one_forward(model: LoadedModel, worker: tuple[TargetWorker, FakeLink]) -> None:
     """Beside texts that decode, in pieces, and twice, though the prompt cache knows the prompt the second time."""
-    answered(*worker, [opened("decodes", [7, 8, 9], None)])
-    answered(*worker, [Verify("decodes", 0, 1, 4, Autonomous(10_000))], turns=3)
+    run_worker(*worker, [opened("decodes", [7, 8, 9], None)])
+    run_worker(*worker, [Verify("decodes", 0, 1, 4, Autonomous(10_000))], turns=3)
     for turn in "ab":
         told: dict[str, Logprobs | None] = {}
         messages = [opened(name + turn, tokens) for name, tokens in PROMPTS.items()]
-        told |= found(answered(*worker, messages, turns=60))
+        told |= found(run_worker(*worker, messages, turns=60))
         for name, tokens in PROMPTS.items():
             check(model, tokens, told[name + turn])
-        answered(*worker, [Close(name + turn) for name in PROMPTS], turns=3)
+        run_worker(*worker, [Close(name + turn) for name in PROMPTS], turns=3)
 
 
 def test_only_requests_that_ask_get_prompt_logprobs(worker: tuple[TargetWorker, FakeLink]) -> None:
     messages = [opened("plain", SYSTEM, None), opened("again", SYSTEM[::-1], TOP, round_=4, generated=9)]
-    assert found(answered(*worker, messages)) == {"plain": None, "again": None}
+    assert found(run_worker(*worker, messages)) == {"plain": None, "again": None}
     assert not worker[0]._running["again"].slot.prompt_logprobs  # nor are they computed
 
 
@@ -79,7 +79,7 @@ def test_request_that_begins_again_before_its_first_token_gets_prompt_logprobs(
     model: LoadedModel, worker: tuple[TargetWorker, FakeLink]
 ) -> None:
     """Its OPEN was lost, or the target was replaced while it read the prompt."""
-    told = found(answered(*worker, [opened("again", SYSTEM, round_=1)]))
+    told = found(run_worker(*worker, [opened("again", SYSTEM, round_=1)]))
     check(model, SYSTEM, told["again"])
 
 
@@ -94,7 +94,7 @@ def test_prompt_logprobs_survive_a_failed_forward(
         return forward(self, feeds)
 
     monkeypatch.setattr(FlatKVCache, "forward", fails)
-    told = found(answered(*worker, [opened(name, tokens) for name, tokens in PROMPTS.items()]))
+    told = found(run_worker(*worker, [opened(name, tokens) for name, tokens in PROMPTS.items()]))
     assert not failures
     for name, tokens in PROMPTS.items():
         check(model, tokens, told[name])

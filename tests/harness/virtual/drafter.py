@@ -11,7 +11,7 @@ from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.protocol.messages import Message
 from tests.harness.virtual.event_loop import EventLoop
-from tests.system.links import Idle, Listening
+from tests.system.links import FakeReceiver, Idle
 from tools.simulation.pace import Pace
 from tools.simulation.profile import Profile
 from tools.simulation.replay import PacedDrafter, ReplayDrafter, Script
@@ -32,7 +32,7 @@ class Machine:
     seed: int = 0
 
 
-class VirtualDrafter(Listening):
+class VirtualDrafter(FakeReceiver):
     """A draft worker whose messages take `latency_s` seconds each way.
 
     It reads messages only between two forwards, and its messages leave when a forward ends. A `stopped` worker
