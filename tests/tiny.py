@@ -1,7 +1,7 @@
 """Tiny random models in Hugging Face layout, one per family, with a byte-level tokenizer. No network, no torch.
 
 The weights are scaled so that logits are far from flat, depend on the whole text, and greedy text doesn't fall into a
-short loop: an error of one position or one branch changes the tokens. Knows mlx-lm's model classes and nothing of ours.
+short loop: an error of one position or one branch changes the tokens. Uses mlx-lm's model classes, and none of ours.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_an_address_without_a_head_is_refused(call: Callable[..., Result]) -> No
 
 @pytest.fixture
 def at_head(hosts: Any, folder: Path) -> Path:
-    """A folder by which this process appears to have started the head."""
+    """A folder whose state says that this process has started the head."""
     own = psutil.Process()
     FleetHost(folder).keep(HostProcess(True, hosts.address, own.pid, start_time(own)))
     return folder

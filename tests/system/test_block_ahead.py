@@ -49,7 +49,7 @@ def test_prepared_branches_of_a_block_head_are_served(target: LoadedModel, temp:
 
 
 def test_block_head_needs_fresh_target_features(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a head that predicts the text from the target's latest features: it can't with none, or with older ones."""
+    """A head that predicts from the target's latest features fails if they are replaced by zeros or by older ones."""
     fresh = make_head_cluster(target, block_feature_head(target)).run(PROMPT, sampling(0.0), "sd")
     zeroed, stale = block_feature_head(target), block_feature_head(target)
     fuse = stale.fuse

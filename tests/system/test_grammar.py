@@ -108,7 +108,7 @@ KNOWN: dict[tuple[str, str], Run] = {}
 
 @pytest.fixture
 def alone(make_cluster: Make) -> Callable[[str, str], Run]:
-    """`alone(grammar, sampling)`: the request by plain decoding."""
+    """`alone(grammar, sampling)`: the run of this request without drafts."""
 
     def run(grammar: str, sampling: str) -> Run:
         if (grammar, sampling) not in KNOWN:

@@ -116,7 +116,7 @@ def test_prepared_branches_of_a_head_are_served(target: LoadedModel, make_head: 
 def test_head_needs_fresh_target_features(
     target: LoadedModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head predicts one token from the target's latest features: it can't with none, or with older ones."""
+    """A head that predicts from the target's latest features fails if they are replaced by zeros or by older ones."""
     fresh = make_head_cluster(target, make_head(target)).run(PROMPT, sampling(0.0), "sd")
     zeroed, stale = make_head(target), make_head(target)
     fuse = stale.fuse

@@ -100,7 +100,7 @@ def text_p_values(found: Sequence[Run]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", PATHS)
 def test_texts_have_the_targets_distribution(make: Callable[[Path], Cluster], name: str) -> None:
-    """With OUTRIDER_SEEDS=200 and more the long form."""
+    """OUTRIDER_SEEDS=200 or more runs the long form."""
     path = PATHS[name]
     found = runs(make(path), path)
     assert min(text_p_values(found)) > ALPHA
@@ -115,7 +115,7 @@ TOGETHER, SHARED_LENGTH = 5, 44  # in all about as many tokens as in the test ab
 def test_texts_sharing_forwards_have_the_targets_distribution(
     make: Callable[[Path], Cluster], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """With OUTRIDER_SEEDS=200 and more the long form."""
+    """OUTRIDER_SEEDS=200 or more runs the long form."""
     shared: Counter[int] = Counter()
 
     def counting(inputs: Sequence[VerifyInput], *others: Any) -> BatchForward:

@@ -93,7 +93,7 @@ def test_two_ranks_generate_the_same_text_as_one_process(
 def test_text_continues_after_a_rank_dies_and_no_rank_is_left(
     cluster: LocalCluster, served_target: LoadedModel, codec: TextCodec
 ) -> None:
-    """Rank 1 is killed in the middle of a text; in the long form rank 0 too, and rank 1 is stopped."""
+    """Rank 1 is killed in the middle of a text. With OUTRIDER_RANKS=1, rank 0 is killed and rank 1 suspended, too."""
     client, tries = cluster.client(LIMIT), 20
     deaths = [(1, signal.SIGKILL, CONSTRAINED), (0, signal.SIGKILL, WITH_LOGPROBS), (1, signal.SIGSTOP, GREEDY)]
     for rank, number, sampling in deaths if LONG_FORM else deaths[:1]:

@@ -15,7 +15,7 @@ class FuzzFailure(Exception):
 
 
 class FuzzTarget(Protocol):
-    """A socket with what is behind it, and correct peers with requests in progress."""
+    """A fuzzed socket, the code behind it, and correct peers with requests in progress."""
 
     def send_broken(self) -> None:
         """Sends an invalid message of one or a few frames."""

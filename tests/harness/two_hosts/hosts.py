@@ -45,7 +45,7 @@ class Traffic:
 class TwoHosts:
     """Two hosts, `here` and `there`, as a context manager; `there` reaches `here` at `ADDRESS`.
 
-    `namespace.unsupported_reason` returns whether this machine can create them.
+    `namespace.unsupported_reason` returns why this machine can't create them, if so.
 
     Raises:
         WorkerError: the system can't create them.
