@@ -1,4 +1,4 @@
-"""Fixtures every room shares: tiny random models on disk, made once a session."""
+"""Pytest hooks, and the fixtures that all test folders share: tiny random models on disk, made once a session."""
 
 from __future__ import annotations
 
@@ -18,27 +18,31 @@ from hypothesis import settings
 from outrider.protocol import clock
 from tests.tiny import Pair, write_model
 
-FIRST = ("system", "server", "coreml", "models", "orchestrator")
-"""The rooms with files that take longest, which begin first: none of them is then left for one core at the end."""
-TOGETHER = ("server", "coreml", "architecture")
-"""Rooms whose files share servers, packages or parsed sources: one process runs all of each."""
+RUN_FIRST = ("system", "server", "coreml", "models", "orchestrator")
+"""The folders with the slowest files. They run first, so that no slow file runs alone at the end."""
+ONE_PROCESS = ("server", "coreml", "architecture")
+"""Folders whose files share servers, packages or parsed sources: all files of one run in the same process."""
 
-settings.register_profile("untimed", deadline=None)  # no time decides a test
+settings.register_profile("untimed", deadline=None)  # no test result depends on the machine's speed
 settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:
-    """On a CPU, models in a test's own process do not compile their kernels, which takes half a minute of g++ on a new
-    machine. Real workers do."""
+    """Turns off MLX's compilation on CPUs in the test processes, but not in the workers that they start.
+
+    Compiling the kernels takes g++ half a minute on a new machine.
+    """
     if mx.default_device() == mx.cpu:
         mx.disable_compile()
-        mx.enable_compile = lambda: None  # which `engine/sampling.py` calls after its filters
+        mx.enable_compile = lambda: None  # called by `engine/sampling.py`
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """The 400,000 objects of collected tests live to the end, and each load of a model asks for a full garbage
-    collection: it does not look at them."""
+    """Excludes the 400,000 objects of the collected tests from garbage collection.
+
+    They live until the end, and each load of a model runs a full collection.
+    """
     gc.disable()
     try:
         return (yield)
@@ -49,7 +53,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Nor at what a file leaves behind: packages, and models of the session."""
+    """Excludes the objects that a finished file leaves behind too, such as imported packages and session models."""
     done = yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
@@ -58,7 +62,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FIRST.index(room) if (room := _room(item.nodeid)) in FIRST else len(FIRST))
+    items.sort(key=lambda item: RUN_FIRST.index(room) if (room := _room(item.nodeid)) in RUN_FIRST else len(RUN_FIRST))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -67,22 +71,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class ByShared(LoadFileScheduling):
-        """A file at a time, or a room."""
+    class FileOrFolderScheduling(LoadFileScheduling):
+        """Assigns whole files to processes, and all files of the folders in `ONE_PROCESS` to one process."""
 
         def _split_scope(self, nodeid: str) -> str:
-            return room if (room := _room(nodeid)) in TOGETHER else str(super()._split_scope(nodeid))
+            return room if (room := _room(nodeid)) in ONE_PROCESS else str(super()._split_scope(nodeid))
 
-    return ByShared(config, log)
+    return FileOrFolderScheduling(config, log)
 
 
 def _room(nodeid: str) -> str:
+    """Returns the test folder of a test."""
     return nodeid.split("/")[1]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Gives tests a cache and keys of their own, and makes the tiny pair the default model, so that no test downloads
+def _isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Gives the tests an empty cache and no keys, and makes the tiny pair the default model, so that no test downloads
     anything."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OUTRIDER_CACHE", raising=False)
@@ -94,21 +99,21 @@ def _no_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """An empty directory whose path leaves room for a socket's name (pytest's own does not on every system)."""
+    """An empty directory with a path short enough for Unix sockets, unlike `tmp_path` on some systems."""
     with tempfile.TemporaryDirectory(prefix="o", dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def counted_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What workers measure does not hang on how quick this machine is: they see a tenth of a millisecond go by at each
-    look at the clock."""
+    """Replaces the clock by one that advances a tenth of a millisecond at each reading, so that what workers measure
+    does not depend on the machine's speed."""
     monkeypatch.setattr(clock, "now", count(0, clock.MILLISECOND_NS // 10).__next__)
 
 
 @pytest.fixture(scope="module")
 def mlx_on_cpu() -> Iterator[None]:
-    """MLX computes on the CPU, also where there is a GPU; ONNX Runtime is used for CPUs only."""
+    """Makes MLX compute on the CPU even if there is a GPU, because ONNX Runtime is used on CPUs only."""
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
     yield
@@ -117,7 +122,7 @@ def mlx_on_cpu() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny_model(family, seed=0, **config) -> Path`: a random model of this family (see tests/tiny.py)."""
+    """`tiny_model(family, seed=0, **config) -> Path`: the folder of a random model of this family (tests/tiny.py)."""
     root = tmp_path_factory.mktemp("tiny")
 
     def make(family: str = "llama", seed: int = 0, **config: Any) -> Path:
@@ -130,9 +135,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def random_pair(tiny_model: Callable[..., Path]) -> Callable[..., Pair]:
-    """`random_pair(family, noise=0.04, **config) -> Pair`: a target, and a draft that agrees on about 0.6 of tokens.
+    """`random_pair(family, noise=0.04, **config) -> Pair`: a target, and a draft that agrees on about 60% of tokens.
 
-    With `noise` 0 they are equal, at 0.1 they agree on 0.45, at 1 the draft is a stranger.
+    With `noise` 0 the models are equal, with 0.1 they agree on 45%, and with 1 they are unrelated.
     """
 
     def make(family: str = "llama", seed: int = 0, noise: float = 0.04, **config: Any) -> Pair:

@@ -1,4 +1,4 @@
-"""Tiny GGUF files of every architecture, with random weights, as llama.cpp's own package writes them."""
+"""Writes tiny GGUF files of every architecture with random weights, by llama.cpp's own Python package."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ SIZES: dict[str, dict[str, int]] = {
     "olmo2": {},
     "olmo3": {"blocks": 5},
 }
-"""What differs from the rest: where a reader of these files takes a size that they do not say for known."""
+"""Sizes in which an architecture differs from the defaults, because readers assume a size that the file omits."""
 _K_HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where a block of 256 has its half-precision numbers; all other bytes may be anything."""
+"""Offsets of the half-precision numbers in a block of 256 weights; all other bytes may have any value."""
 
 
 def write_gguf(
@@ -49,15 +49,18 @@ def write_gguf(
     without: str = "",
     tensors: dict[str, Any] | None = None,
 ) -> Path:
-    """`kind`: ggml's name of the matrices' type. `metadata` and `tensors` are added, or put in another's place;
-    `without` leaves out what has this name."""
+    """Writes a file to `path`, and returns the path.
+
+    `kind`: ggml's name of the matrices' type. `metadata` and `tensors` are added, or replace those with the same name.
+    `without`: the name of a key or tensor to leave out.
+    """
     wide = kind.endswith("_K")
     size = {"hidden": 256 if wide else 64, "head": 64 if wide else 16, "heads": 4, "kv_heads": 2, "blocks": 2}
     size |= SIZES[architecture]
     made = _tensors(np.random.default_rng(seed), architecture, size, tied, biased) | (tensors or {})
-    said = _description(architecture, size) | _tokenizer(pre) | (metadata or {})
+    fields = _description(architecture, size) | _tokenizer(pre) | (metadata or {})
     writer = GGUFWriter(path, _stored_name(architecture))
-    for key, value in said.items():
+    for key, value in fields.items():
         if key != without and key != "general.architecture":
             _add(writer, key, value)
     for name, tensor in made.items():
@@ -75,7 +78,7 @@ def write_gguf(
 
 
 def blocks(weights: np.ndarray, kind: str, seed: int = 0) -> np.ndarray:
-    """`weights` in this type; of K-quants, which nothing in Python writes, others of about their size."""
+    """Quantizes `weights`. For K-quants, which no Python package can write, returns random blocks of similar scale."""
     number = GGMLQuantizationType[kind]
     if kind not in _K_HALVES:
         return quantize(weights, number)
@@ -103,7 +106,7 @@ def _tensors(rng: Any, architecture: str, size: dict[str, int], tied: bool, bias
         return np.stack([matrix(height, width) for _ in range(size["experts"])])
 
     def norm(width: int) -> np.ndarray:
-        return (rng.integers(32, 96, width) / 64).astype(np.float32)  # what every type here holds exactly
+        return (rng.integers(32, 96, width) / 64).astype(np.float32)  # exact in every type used here
 
     made = {"token_embd.weight": matrix(len(_tokens()), hidden), "output_norm.weight": norm(hidden)}
     if not tied:
@@ -163,7 +166,7 @@ def _description(architecture: str, size: dict[str, int]) -> dict[str, Any]:
 
 
 def _stored_name(architecture: str) -> str:
-    return "olmo2" if architecture == "olmo3" else architecture  # whose sliding window tells it from olmo2
+    return "olmo2" if architecture == "olmo3" else architecture  # readers recognise olmo3 by its sliding window
 
 
 def _tokens() -> list[str]:

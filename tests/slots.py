@@ -1,4 +1,4 @@
-"""Slots and trees with prompts that have been read, without a worker."""
+"""Cache slots and token trees with processed prompts, without a worker."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def open_slots(
     params: Sequence[SamplingParams],
     kv_cache: KVCache | None = None,
 ) -> list[CacheSlot]:
-    """Slots that have been fed all of their prompts except for the last token.
+    """Returns slots that have been fed all of their prompts except for the last token.
 
-    Without a KV cache each text has its own forwards, by MLX.
+    Without `kv_cache`, each slot has its own MLX cache and its own forwards.
     """
-    held = kv_cache or SeparateKVCache(model.model, probe_abilities(model).own_caches)
-    slots = [CacheSlot(model, held, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
+    cache = kv_cache or SeparateKVCache(model.model, probe_abilities(model).own_caches)
+    slots = [CacheSlot(model, cache, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
     for slot in slots:
         slot.feed_all_but_last()
     return slots
@@ -42,16 +42,16 @@ def open_tree(
     cache: PromptCache | None = None,
     kv_rows: KVRows | None = None,
 ) -> Tree:
-    """A tree that has read these tokens, with the model's usual rows or these; without `draws` it proposes its best
-    tokens, whatever the parameters."""
+    """Returns a tree of the model that has read these tokens. Without `draws`, it proposes the likeliest tokens,
+    whatever the sampling parameters are. Without `kv_rows`, it uses the model's own."""
     sampler = Sampler(params, model.vocab_size, normalised=False)
     tree = Tree(kv_rows or open_kv_rows(model), sampler, model.context_length, draws, cache)
     tree.read_all(tokens)
     return tree
 
 
-def open_read(drafter: Drafter, tokens: Sequence[int], sampling: SamplingParams, **others: Any) -> Any:
-    """A drafter's tree that has read these tokens."""
+def open_draft_tree(drafter: Drafter, tokens: Sequence[int], sampling: SamplingParams, **others: Any) -> Any:
+    """Returns a drafter's tree that has read these tokens."""
     tree = drafter.open(tokens, sampling, **others)
     while tree.committed_len < len(tokens):
         tree.read(tokens[tree.committed_len :])

@@ -1,7 +1,7 @@
 """Tiny random models in Hugging Face layout, one per family, with a byte-level tokenizer. No network, no torch.
 
 The weights are scaled so that logits are far from flat, depend on the whole text, and greedy text doesn't fall into a
-short loop: an error of one position or one branch changes the tokens. Knows mlx-lm's model classes and nothing of ours.
+short loop: an error of one position or one branch changes the tokens. Uses mlx-lm's model classes, and none of ours.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 HYBRIDS = ("qwen3_5", "qwen3_next")
-"""Families that keep a state per row: no position in it can be masked out."""
+"""Families with a recurrent state, in which no position can be masked out."""
 
 _ONE_PLUS = ("gemma2", "gemma3_text")  # their norms multiply by 1 + weight
 _EMBED_SCALED = ("gemma2", "gemma3_text", "gemma4_text")  # they multiply embeddings by sqrt(hidden)
@@ -129,7 +129,7 @@ _EMBED_SCALED = ("gemma2", "gemma3_text", "gemma4_text")  # they multiply embedd
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two models of one tokenizer on disk."""
+    """The folders of two models with the same tokenizer."""
 
     target: Path
     draft: Path
@@ -152,18 +152,18 @@ def write_model(
     weight: the same seed with and without noise makes a target and a draft that often agree. `config` overrides
     config.json. The same arguments give the same weights everywhere.
     """
-    from mlx_lm.utils import _get_classes  # a second, which those who only name a model would pay
+    from mlx_lm.utils import _get_classes  # takes a second, also for modules that import only constants from here
 
     settings = {**BASE, **FAMILIES[family], **config}
     model_class, args_class = _get_classes(settings)
     mx.random.seed(seed)  # a recurrent layer draws its decay when it is made
     model = model_class(args_class.from_dict(settings))
-    draws, others = np.random.default_rng([seed, 7]), np.random.default_rng([seed, noise_seed, 8])
+    rng, noise_rng = np.random.default_rng([seed, 7]), np.random.default_rng([seed, noise_seed, 8])
     weights = {}
     for name, value in tree_flatten(model.parameters()):
-        normal = draws.standard_normal(value.shape)
+        normal = rng.standard_normal(value.shape)
         if noise:
-            normal = np.sqrt(1 - noise**2) * normal + noise * others.standard_normal(value.shape)
+            normal = np.sqrt(1 - noise**2) * normal + noise * noise_rng.standard_normal(value.shape)
         drawn = _weight(name, value, normal, family, scale, settings)
         weights[name] = drawn.astype(getattr(mx, dtype))
     model.update(tree_unflatten(list(weights.items())))
@@ -177,9 +177,9 @@ def write_model(
 def _weight(
     name: str, value: mx.array, normal: np.ndarray, family: str, scale: float, settings: dict[str, Any]
 ) -> mx.array:
-    """A drawn weight. Gains above 1 make the model lean on its whole context, so that greedy text does not loop."""
+    """Scales a random weight. Gains above 1 make logits depend on the whole context, so greedy text does not loop."""
     hidden = settings["hidden_size"]
-    embed_std = hidden**-0.5 if family in _EMBED_SCALED else 0.5  # small: what the layers add decides
+    embed_std = hidden**-0.5 if family in _EMBED_SCALED else 0.5  # small, so that the layers' output dominates
     last = name.rsplit(".", 2)
     if name.endswith(("A_log", "dt_bias", "layer_scalar")):
         return value

@@ -24,7 +24,7 @@ from outrider.engine.prompt_cache import PromptCache
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.pairing.model_files import TINY_DRAFT, TINY_TARGET
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.default_model import words
+from tests.harness.default_model import all_prompt_tokens
 
 NEW_TOKENS = 48
 CACHE_BYTES = 1 << 30
@@ -78,7 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    everything = words()
+    everything = all_prompt_tokens()
     for name, turn in (
         ("target", make_target_turn(str(TINY_TARGET))),
         ("drafter", make_drafter_turn(str(TINY_DRAFT))),

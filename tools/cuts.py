@@ -23,10 +23,10 @@ from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.protocol import values
 from outrider.protocol.errors import WorkerError
-from tests.harness.chaos import AT_ONCE, MOST_CHUNKS, ChaosRun, FaultEffect, Growth, run_and_report
+from tests.harness.chaos import AT_ONCE, MOST_CHUNKS, ChaosRun, ChunkCounter, FaultEffect, run_and_report
 from tests.harness.random_identity import count_verdicts
 from tests.harness.two_hosts import namespace
-from tests.harness.two_hosts.drafter import NAME, far_cluster, wait_for
+from tests.harness.two_hosts.drafter import NAME, remote_cluster, wait_for_state
 from tests.harness.two_hosts.hosts import TwoHosts
 
 
@@ -42,25 +42,27 @@ class Cut:
     def __str__(self) -> str:
         return f"{'unplugged' if self.pulled else 'cut'} for {self.seconds:g} s"
 
-    def inject(self, client: Client, growth: Growth) -> FaultEffect:
-        growth.wait(self.after)
+    def inject(self, client: Client, chunks: ChunkCounter) -> FaultEffect:
+        chunks.wait(self.after)
         began = time.monotonic()
         self.hosts.cut(self.pulled)
-        growth.wait(1)
+        chunks.wait(1)
         pause_s = time.monotonic() - began
         time.sleep(max(self.seconds - pause_s, 0.0))
         self.hosts.heal()
-        return FaultEffect(self, pause_s, wait_for(client, NAME, "ready"))
+        return FaultEffect(self, pause_s, wait_for_state(client, NAME, "ready"))
 
 
-def report(course: ChaosRun) -> str:
+def report(chaos_run: ChaosRun) -> str:
     """Returns a summary with a line per kind and length of cut."""
-    lines = [f"{len(course.strikes)} cuts, {len(course.found)} texts: {count_verdicts(course.found)}"]
-    for name in sorted({str(struck.strike) for struck in course.strikes}):
-        times = [struck.resumed_s for struck in course.strikes if str(struck.strike) == name]
+    lines = [
+        f"{len(chaos_run.effects)} cuts, {len(chaos_run.comparisons)} texts: {count_verdicts(chaos_run.comparisons)}"
+    ]
+    for name in sorted({str(effect.fault) for effect in chaos_run.effects}):
+        times = [effect.resumed_s for effect in chaos_run.effects if str(effect.fault) == name]
         median_s = statistics.median(times)
         lines.append(f"{name}, {len(times)} times: drafter back after {median_s:.1f} s (at most {max(times):.1f} s)")
-    lines.append(f"longest wait for a chunk: {max(course.waits_ms, default=0.0):.0f} ms")
+    lines.append(f"longest wait for a chunk: {max(chaos_run.waits_ms, default=0.0):.0f} ms")
     return "\n".join(lines)
 
 
@@ -74,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if (why := namespace.why_not()) is not None:
+    if (why := namespace.unsupported_reason()) is not None:
         raise WorkerError(f"two hosts can't be made here: {why}")
     lengths = parse_numbers("seconds", options.seconds, float)
     count = values.check_int("cuts", options.cuts, 1, 100_000)
@@ -82,12 +84,12 @@ def run(options: argparse.Namespace) -> int:
     screen, rng = Screen(), random.Random(options.seed)
     with TwoHosts(options.seed) as hosts:
         hosts.shape(options.rtt_ms, options.loss)
-        with far_cluster(hosts, max_active=AT_ONCE) as client:
+        with remote_cluster(hosts, max_active=AT_ONCE) as client:
             screen.show("undisturbed texts")
-            course = ChaosRun(client, texts, options.seed)
+            chaos_run = ChaosRun(client, texts, options.seed)
             kinds = [(length, pulled) for length in lengths for pulled in (False, True)]
             cuts = [Cut(hosts, *kinds[n % len(kinds)], rng.randint(1, MOST_CHUNKS)) for n in range(count)]
-            return run_and_report(course, cuts, screen, report)
+            return run_and_report(chaos_run, cuts, screen, report)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.model_files import TINY_DRAFT, TINY_TARGET
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.default_model import default_codec, mixed
+from tests.harness.default_model import default_codec, mixed_prompts
 
 DRAFT_NAME = "draft model"
 _BEGINNING_CHARACTERS = 600  # characters of a held-out file
@@ -133,7 +133,9 @@ def run(options: argparse.Namespace) -> int:
     if options.picture is not None:
         ensure_writable(options.picture.parent, "choose another --picture")
     options.screen = Screen()
-    texts = [prompt.text for prompt in mixed(options.prompts)] + read_held_out(options.heads[0], options.prompts)
+    texts = [prompt.text for prompt in mixed_prompts(options.prompts)] + read_held_out(
+        options.heads[0], options.prompts
+    )
     prompts = [default_codec().encode(text) for text in texts]
     results = [result for head in (None, *options.heads) for result in measure(head, prompts, options)]
     options.screen.clear()

@@ -29,7 +29,7 @@ from outrider.orchestrator.pairing.model_files import TINY_DRAFT, TINY_TARGET, f
 from outrider.protocol import values
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.default_model import mixed
+from tests.harness.default_model import mixed_prompts
 from tools.web.generator import TimedAnswer, poisson_times, require_locust, send_requests
 from tools.web.latency import LatencyRow, draw, make_row, table, time_streams
 from tools.web.peer import copy_as_float32, mlx_lm_server
@@ -61,7 +61,7 @@ class Server:
 
     def bodies(self, begin: int, count: int) -> list[dict[str, Any]]:
         """Returns requests with different beginnings, so that no prompt is in a prompt cache."""
-        texts = [prompt.text for prompt in mixed(PROMPTS)]
+        texts = [prompt.text for prompt in mixed_prompts(PROMPTS)]
         return [
             {**self.body, "prompt": f"# {number}.{self.mark}\n{texts[number % PROMPTS]}"}
             for number in range(begin, begin + count)

@@ -29,8 +29,8 @@ from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.two_hosts import namespace
-from tests.harness.two_hosts.drafter import NAME, drafter, far_cluster
-from tests.harness.two_hosts.hosts import Carried, TwoHosts
+from tests.harness.two_hosts.drafter import NAME, remote_cluster, run_drafter
+from tests.harness.two_hosts.hosts import Traffic, TwoHosts
 from tools.simulation.environment import simulated_machine
 from tools.simulation.profile import PROFILES, TIMES_NOT_KEPT
 from tools.simulation.script import random_prompts, write_model_and_script
@@ -91,7 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if (why := namespace.why_not()) is not None:
+    if (why := namespace.unsupported_reason()) is not None:
         raise WorkerError(f"two hosts can't be made here: {why}")
     shapes = [_parse_shape(text) for text in options.links.split(",")]
     count, length = (values.check_int(name, getattr(options, name), 1, 1 << 16) for name in ("prompts", "max_tokens"))
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
             machine = Settings(model=folder, mode="ssd", memory=False)
             models = ["--model", str(folder), "--draft-model", str(folder)]
             near = stack.enter_context(_near_cluster(hosts, models, **machine))
-            far = stack.enter_context(far_cluster(hosts, models, **machine))
+            far = stack.enter_context(remote_cluster(hosts, models, **machine))
             runners = {
                 name: RepeatingRunner(mode_runner(client, "ssd", options.depth, options.branches), check)
                 for name, client in ((NEAR, near), (FAR, far))
@@ -115,10 +115,10 @@ def run(options: argparse.Namespace) -> int:
             print(f"| link | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 1)}|")
             for shape in shapes:
                 hosts.shape(shape.rtt_ms, shape.loss)
-                before = hosts.carried()
+                before = hosts.traffic()
                 runs = run_interleaved(runners, prompts, sampling, screen.show)
                 screen.clear()
-                _print_row(shape, runs, hosts.carried() - before)
+                _print_row(shape, runs, hosts.traffic() - before)
             print(f"runs repeated because this machine was busy: {sum(runner.repeats for runner in runners.values())}")
     return 0
 
@@ -133,17 +133,17 @@ def _parse_shape(text: str) -> LinkShape:
 
 @contextmanager
 def _near_cluster(hosts: TwoHosts, options: Sequence[str], **settings: Unpack[Settings]) -> Iterator[Client]:
-    """Runs the cluster of `far_cluster` with its drafter on this host."""
+    """Runs the cluster of `remote_cluster` with its drafter on this host."""
     settings["draft_backend"] = "ngram"
     with hosts.here.entered():
         cluster = LocalCluster(**settings)
     with cluster:
         client = cluster.client()
-        with drafter(client, hosts.here, f"{cluster.endpoint.rpartition('/')[0]}/workers", NEAR, *options):
+        with run_drafter(client, hosts.here, f"{cluster.endpoint.rpartition('/')[0]}/workers", NEAR, *options):
             yield client
 
 
-def _print_row(shape: LinkShape, runs: dict[str, list[Run]], carried: Carried) -> None:
+def _print_row(shape: LinkShape, runs: dict[str, list[Run]], traffic: Traffic) -> None:
     """Prints a line of the table, without the first prompt, which warms up the estimates."""
     near, far = runs[NEAR][1:], runs[FAR][1:]
     summaries = [summarize([run.timings for run in found if run.timings]) for found in (near, far)]
@@ -157,8 +157,8 @@ def _print_row(shape: LinkShape, runs: dict[str, list[Run]], carried: Carried) -
         *(f"{s.tokens / s.rounds:.2f}" for s in summaries),
         *(f"{s.sums.verify_ms / s.rounds:.2f}" for s in summaries),
         *(f"{s.sums.idle_ms / s.rounds:.2f}" for s in summaries),
-        *(f"{value / rounds:.0f}" for value in (carried.bytes_there, carried.bytes_back)),
-        f"{carried.packets / rounds:.1f}",
+        *(f"{value / rounds:.0f}" for value in (traffic.bytes_there, traffic.bytes_back)),
+        f"{traffic.packets / rounds:.1f}",
     ]
     print(f"| {shape} | {' | '.join(cells)} |", flush=True)
 

@@ -13,8 +13,8 @@ from outrider.bench.timing import Latency
 from outrider.orchestrator import cli
 from outrider.orchestrator.settings import MAX_DRAFTERS
 from outrider.protocol.errors import InvalidRequest
-from tests.harness.virtual.remembered import Remembered
-from tests.harness.virtual.world import World
+from tests.harness.virtual.event_loop import EventLoop
+from tests.harness.virtual.prompt_cache import VirtualPromptCache
 from tools.fleet import __main__ as program
 from tools.fleet import service
 from tools.fleet.engine import Engine
@@ -61,10 +61,10 @@ class SilentMachinery:
     def regain_drafters(self) -> None: ...
 
 
-def ingress(world: World, router: Router, engines: int, ongoing: int = 2) -> IngressQueue:
-    made = IngressQueue(world, router, ongoing)
+def ingress(loop: EventLoop, router: Router, engines: int, ongoing: int = 2) -> IngressQueue:
+    made = IngressQueue(loop, router, ongoing)
     for number in range(engines):
-        engine = Engine(number, 0, 1, world, lambda job: None)
+        engine = Engine(number, 0, 1, loop, lambda job: None)
         engine.machinery = SilentMachinery()
         made.engines.append(engine)
     return made
@@ -180,8 +180,8 @@ def test_spread_drafters_are_in_all_zones() -> None:
 
 @pytest.mark.parametrize("router", [PowerOfTwo(0), LeastLoaded()])
 def test_router_chooses_the_less_loaded_engine(router: Router) -> None:
-    world = World()
-    made = ingress(world, router, 2)
+    loop = EventLoop()
+    made = ingress(loop, router, 2)
     for number in range(4):
         made.take(job(f"j{number}"))
     assert [engine.load for engine in made.engines] == [2, 2]
@@ -190,12 +190,12 @@ def test_router_chooses_the_less_loaded_engine(router: Router) -> None:
     assert made.waiting == 2
     ended = made.engines[0].take_all()
     while made.waiting == 2:
-        world.step()
+        loop.run_next()
     assert len(ended) == 2 and "broken" in [one.name for engine in made.engines for one in engine.take_all()]
 
 
 def test_a_session_keeps_its_engine_until_it_is_full_or_gone() -> None:
-    made = ingress(World(), Sessions(), 5, ongoing=3)
+    made = ingress(EventLoop(), Sessions(), 5, ongoing=3)
     for number in range(3):
         made.take(job(f"j{number}", session="mine"))
     full = next(engine for engine in made.engines if engine.load == 3)
@@ -216,9 +216,9 @@ def test_engines_are_added_for_waiting_requests_and_removed_when_idle() -> None:
 
 
 def test_remembered_texts_are_found_by_prefix_and_evicted_when_full() -> None:
-    known = Remembered(100)
+    known = VirtualPromptCache(100)
     text = tuple(range(60))
-    known.keep(text[:40])
-    assert known.find(text) == 40 and known.find(text[:30]) == 29 and known.find(text[1:]) == 0
-    known.keep(tuple(range(100, 180)))
-    assert known.find(text) == 0
+    known.add(text[:40])
+    assert known.lookup(text) == 40 and known.lookup(text[:30]) == 29 and known.lookup(text[1:]) == 0
+    known.add(tuple(range(100, 180)))
+    assert known.lookup(text) == 0

@@ -28,7 +28,7 @@ def fuzz_passes(name: str, seed: int = 1) -> tuple[bool, list[str]]:
 @pytest.fixture(autouse=True)
 def skip_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disables the memory check, which is meaningless in so short a run."""
-    monkeypatch.setattr(fuzz_frames, "held_here", lambda: (1, 1))
+    monkeypatch.setattr(fuzz_frames, "own_memory_and_files", lambda: (1, 1))
 
 
 @pytest.mark.parametrize("name", fuzz_frames.TARGETS)
@@ -49,7 +49,7 @@ def test_mutated_frames_cover_all_message_types() -> None:
 
 
 def test_fuzzer_detects_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct_target = workers_socket.target
+    correct_target = workers_socket.target_answers
     calls = count()
 
     def wrong_target(message: Message) -> list[Message]:
@@ -57,18 +57,18 @@ def test_fuzzer_detects_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = [replace(one, bonus=one.bonus + 1) for one in answers if isinstance(one, Outcome)]
         return wrong if next(calls) > 5 else answers
 
-    monkeypatch.setattr(workers_socket, "target", wrong_target)
+    monkeypatch.setattr(workers_socket, "target_answers", wrong_target)
     passed, log = fuzz_passes("workers")
     assert not passed and "has" in log[-1]
 
 
 def test_fuzzer_detects_a_worker_that_answers_differently_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, numbers = WorkerFuzz._honest, iter(range(100))
+    original, numbers = WorkerFuzz._run_request, iter(range(100))
 
     def changed_answers(fuzzed: WorkerFuzz) -> list[object]:
         return [*original(fuzzed), next(numbers)]
 
-    monkeypatch.setattr(WorkerFuzz, "_honest", changed_answers)
+    monkeypatch.setattr(WorkerFuzz, "_run_request", changed_answers)
     assert not fuzz_passes("target")[0]
 
 

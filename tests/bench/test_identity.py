@@ -12,19 +12,19 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
 from tests.harness import identity
 from tests.harness.default_model import Prompt
-from tests.harness.identity import CLUSTERS, Case, Judge, Way, scrambled, table
+from tests.harness.identity import CLUSTERS, Arm, Case, IdentityCheck, table, write_scrambled
 
 CASE = Case(Prompt("code", 0, "x"), (1, 2), SamplingParams(max_tokens=3))
 DIFFERENCE = Difference(3, 6, 5, 0.5, 1e-4)
 
 
-def compare_texts(monkeypatch: pytest.MonkeyPatch, report: Report) -> Judge:
+def compare_texts(monkeypatch: pytest.MonkeyPatch, report: Report) -> IdentityCheck:
     monkeypatch.setattr(identity, "certify", lambda *_: report)
-    judge = Judge(print)
-    judge.compare("alone", "T=0", CASE, (4, 5, 6))
-    judge.compare("same", "T=0", CASE, (4, 5, 6))
-    judge.compare("other", "T=0", CASE, (4, 6, 6))
-    return judge
+    check = IdentityCheck(print)
+    check.compare("alone", "T=0", CASE, (4, 5, 6))
+    check.compare("same", "T=0", CASE, (4, 5, 6))
+    check.compare("other", "T=0", CASE, (4, 6, 6))
+    return check
 
 
 def test_later_texts_are_compared_with_the_first_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,13 +45,13 @@ def test_a_difference_beyond_rounding_is_reported(monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_configuration_has_valid_settings() -> None:
-    assert CLUSTERS["best-first"][1][0] == Way("ar")
+    assert CLUSTERS["best-first"][1][0] == Arm("ar")
     assert all(ServeSettings(**settings) for settings, _ in CLUSTERS.values())
 
 
 def test_scrambled_model_keeps_its_values_in_another_order(tmp_path) -> None:
     before = load_file(TINY_DRAFT / "model.safetensors")
-    after = load_file(scrambled(TINY_DRAFT, tmp_path / "draft") / "model.safetensors")
+    after = load_file(write_scrambled(TINY_DRAFT, tmp_path / "draft") / "model.safetensors")
     assert before.keys() == after.keys()
     assert (tmp_path / "draft" / "config.json").exists()
     for name, value in before.items():

@@ -10,7 +10,7 @@ import pytest
 from outrider.orchestrator.pairing.chat_template import chat_template, render_template
 from tests.harness.conformance.requests import GREETING, SUNNY
 from tests.harness.programs.__main__ import PROGRAMS, _rows
-from tests.harness.programs.program import Program, Run, Told, wrong
+from tests.harness.programs.program import Program, ProgramRun, Results, find_problems
 from tests.harness.programs.script import write_model
 
 RIGHT = {"stream": GREETING, "city": "Paris", "answer": SUNNY, "form": {"sure": True}, "file": True}
@@ -20,17 +20,17 @@ RIGHT = {"stream": GREETING, "city": "Paris", "answer": SUNNY, "form": {"sure": 
     "other", [{"stream": ""}, {"city": "Rome"}, {"answer": "I look."}, {"form": {"sure": "x"}}, {"file": False}]
 )
 def test_differences_from_the_model_are_reported(other: dict[str, Any]) -> None:
-    assert wrong(RIGHT) == []
-    assert wrong({**RIGHT, **other}) == [f"{name}: {value!r}" for name, value in other.items()]
+    assert find_problems(RIGHT) == []
+    assert find_problems({**RIGHT, **other}) == [f"{name}: {value!r}" for name, value in other.items()]
 
 
 def test_a_program_that_fails_has_a_row_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(run: Run) -> Told:
+    def crash(run: ProgramRun) -> Results:
         run.output(["sh", "-c", "echo no such model >&2; exit 3"])
         return {}
 
     monkeypatch.setattr(Program, "version", lambda *_: "1")
-    run = Run(tmp_path, tmp_path, "http://127.0.0.1:1", "m")
+    run = ProgramRun(tmp_path, tmp_path, "http://127.0.0.1:1", "m")
     for task, words, is_right in (
         (crash, "FAILED: no such model", False),
         (lambda _: {"messages": {"city": "Rome"}}, "FAILED: city: 'Rome'", False),

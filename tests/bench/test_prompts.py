@@ -10,7 +10,7 @@ from outrider.bench.commands.files import SUITE_CLASSES, TINY_FOLDER, load_promp
 from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest
-from tests.harness.default_model import TINY_CLASSES, mixed
+from tests.harness.default_model import TINY_CLASSES, mixed_prompts
 
 
 @pytest.mark.parametrize("kind", TINY_CLASSES)
@@ -29,7 +29,7 @@ def test_no_prompt_occurs_twice() -> None:
 
 @pytest.mark.parametrize("count", [4, 8, 50])
 def test_mixed_prompts_are_balanced_over_classes(count: int) -> None:
-    kinds = [prompt.kind for prompt in mixed(count)]
+    kinds = [prompt.kind for prompt in mixed_prompts(count)]
     assert len(kinds) == count
     assert min(kinds.count(kind) for kind in TINY_CLASSES) >= count // 5
 
@@ -37,7 +37,7 @@ def test_mixed_prompts_are_balanced_over_classes(count: int) -> None:
 @pytest.mark.parametrize("count", [0, -1, 1000])
 def test_invalid_prompt_count_is_refused(count: int) -> None:
     with pytest.raises(InvalidRequest, match="expected 1 to"):
-        mixed(count)
+        mixed_prompts(count)
 
 
 def test_an_unknown_class_is_refused() -> None:

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tests.harness.two_hosts.wire import Relay
+from tests.harness.two_hosts.packet_relay import PacketForwarder
 
 COUNT = 200
 
@@ -28,7 +28,7 @@ def arrived_packets(loss: float, seed: int) -> list[int]:
     for end in (one, other):
         end.setblocking(False)
     orders, order_pipe = os.pipe()
-    carrying = threading.Thread(target=Relay((one.fileno(), other.fileno()), orders, seed).run)
+    carrying = threading.Thread(target=PacketForwarder((one.fileno(), other.fileno()), orders, seed).run)
     carrying.start()
     found: list[int] = []
     receiving = threading.Thread(target=lambda: found.extend(received(far)))

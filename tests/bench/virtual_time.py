@@ -14,7 +14,7 @@ from tests.harness.settings import round_settings
 from tests.harness.virtual.drafter import VOCAB as VOCAB
 from tests.harness.virtual.drafter import Machine as Machine
 from tests.harness.virtual.engine import Hardware, VirtualEngine
-from tests.harness.virtual.world import World
+from tests.harness.virtual.event_loop import EventLoop
 from tools.simulation.profile import Profile
 
 PROMPT_TOKENS = 8
@@ -48,7 +48,7 @@ class VirtualCluster(VirtualEngine):
         self._events: list[ToFront] = []
         hardware = Hardware(profile, hop_ms, fan_out, tuple(others))
         settings = round_settings(depth, branches, full_depth, ngrams)
-        super().__init__(World(), hardware, settings, self._events.append, texts, tunings, memory)
+        super().__init__(EventLoop(), hardware, settings, self._events.append, texts, tunings, memory)
 
     def run(self, text: tuple[int, ...], max_tokens: int, mode: str) -> Timings:
         """Generates `max_tokens` of `text` after its first `PROMPT_TOKENS`. Raises the errors of `run_together`."""
@@ -67,7 +67,7 @@ class VirtualCluster(VirtualEngine):
         begun = len(self._events)
         requests = {f"r{begun}-{number}": text for number, text in enumerate(texts)}
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        with self.world.running():
+        with self.loop.as_process_clock():
             for request, text in requests.items():
                 self.begin(Admit(request, text[:PROMPT_TOKENS], sampling, mode, frozenset()), text)
             while not self.world.idle:

@@ -25,7 +25,7 @@ from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Converted
 from tests.harness.mil_interpreter import NumpyRuntime
-from tests.slots import open_read
+from tests.slots import open_draft_tree
 
 
 class FakeCoreML:
@@ -97,7 +97,7 @@ def test_drafter_on_core_ml_drafts_the_same_as_on_the_interpreter(
     made, drafted = converted("llama", mode=mode), []
     for runtime in (CoreMLRuntime(made.package, "CPU_AND_NE"), NumpyRuntime(made.package.path)):
         drafter = CoreMLDrafter(made.package, runtime)
-        tree = open_read(drafter, text[:70], SamplingParams(temp=1.0, seed=3))
+        tree = open_draft_tree(drafter, text[:70], SamplingParams(temp=1.0, seed=3))
         nodes = [tree.root]
         for _ in range(6):
             nodes += tree.feed(nodes[-1:], [None])

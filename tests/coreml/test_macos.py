@@ -16,7 +16,7 @@ from outrider.drafters.coreml.trial import agreement
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Converted
 from tests.harness.mil_interpreter import NumpyRuntime
-from tests.slots import open_read
+from tests.slots import open_draft_tree
 
 pytestmark = [
     pytest.mark.macos,
@@ -93,7 +93,7 @@ def test_drafter_on_the_cpu_drafts_like_the_interpreter(converted: Callable[...,
     made, drafted = converted("qwen2"), []
     for runtime in (CoreMLRuntime(made.package, "CPU_ONLY"), NumpyRuntime(made.package.path)):
         drafter = CoreMLDrafter(made.package, runtime)
-        tree = open_read(drafter, text[:60], SamplingParams())
+        tree = open_draft_tree(drafter, text[:60], SamplingParams())
         drafted.append([tree.best(tree.feed([tree.root] * 8, list(range(8))))])
     same = np.mean([a == b for a, b in zip(drafted[0][0], drafted[1][0], strict=True)])
     assert same >= 0.75  # near-ties may fall either way

@@ -36,7 +36,7 @@ from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import GOOD, SIZES, VOCAB, Converted
 from tests.harness.mil_interpreter import NumpyRuntime
-from tests.slots import open_read
+from tests.slots import open_draft_tree
 
 Figure = Callable[[str, float], None]
 STEPS = 40
@@ -153,7 +153,7 @@ def test_model_reads_on_when_the_device_fails(
     made = converted("llama", weights="fp32")
     reader = PackageReader(made.package, FailingRuntime(made, how), 1)
     drafter = MlxDrafter(load(made.model_path), reader)
-    tree, alone = (open_read(d, text[:150], SamplingParams()) for d in (drafter, MlxDrafter(drafter.model)))
+    tree, alone = (open_draft_tree(d, text[:150], SamplingParams()) for d in (drafter, MlxDrafter(drafter.model)))
     found, expected = (t.candidates([t.root], VOCAB)[0] for t in (tree, alone))
     assert [c.token for c in found[:5]] == [c.token for c in expected[:5]]
     assert max(abs(a.gap - b.gap) for a, b in zip(found, expected, strict=True)) < 1e-3
@@ -284,8 +284,8 @@ def test_drafter_uses_the_package_only_where_measured_faster(
     assert messages[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
     drafter = make_drafter("mlx", model, messages.append)
     assert isinstance(drafter, MlxDrafter) and drafter.note == reader.note
-    tree = open_read(drafter, text[:150], SamplingParams())
-    alone = open_read(make_drafter("mlx", model, messages.append, "mlx"), text[:150], SamplingParams())
+    tree = open_draft_tree(drafter, text[:150], SamplingParams())
+    alone = open_draft_tree(make_drafter("mlx", model, messages.append, "mlx"), text[:150], SamplingParams())
     assert tree.best([tree.root]) == alone.best([alone.root])
 
 

@@ -20,11 +20,11 @@ from outrider.drafters.work_ahead import WorkAhead
 from outrider.engine.sampling import Sampler
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
-from tests.alone import advanced
 from tests.columns import column_tokens
 from tests.coreml.conftest import CONTEXT, VOCAB, Converted
+from tests.drafting import advance
 from tests.harness.mil_interpreter import NumpyRuntime
-from tests.slots import open_read
+from tests.slots import open_draft_tree
 
 Figure = Callable[[str, float], None]
 KINDS = [("stateless", "fp32"), ("stateless", "fp16"), ("hybrid", "fp16"), ("onehot", "fp16")]
@@ -34,7 +34,7 @@ GREEDY = SamplingParams()
 
 @contextmanager
 def open_tree(made: Converted, tokens: Sequence[int], sampling: SamplingParams = GREEDY) -> Iterator[CoreMLTree]:
-    yield open_read(made.drafter(), tokens, sampling)
+    yield open_draft_tree(made.drafter(), tokens, sampling)
 
 
 def check_node(tree: TokenTree, node: int, path: list[int], model: nn.Module, tolerance: float) -> float:
@@ -184,7 +184,7 @@ def test_residual_draws_equal_those_of_the_mlx_drafter(converted: Callable[..., 
     sampling = SamplingParams(temp=1.0, seed=8, rule="residual", saguaro=0.5, q_width=6)
     coreml, mlx = made.drafter(), MlxDrafter.load(str(made.model_path), lambda stage: None)
     for drafter in (coreml, mlx):
-        tree = open_read(drafter, text[:20], sampling, cached=2)
+        tree = open_draft_tree(drafter, text[:20], sampling, cached=2)
         nodes = [tree.root, *tree.feed([tree.root, tree.root], [5, 6])]
         for _ in range(3):
             nodes += tree.feed(nodes[-2:], [None, None])
@@ -204,10 +204,10 @@ def test_residual_draws_equal_those_of_the_mlx_drafter(converted: Callable[..., 
 def test_several_requests_share_a_drafter(converted: Callable[..., Converted], text: list[int]) -> None:
     made = converted("llama", weights="fp32")
     drafter, model = made.drafter(), made.mlx()
-    trees = [open_read(drafter, text[first : first + 30], GREEDY) for first in (0, 50)]
+    trees = [open_draft_tree(drafter, text[first : first + 30], GREEDY) for first in (0, 50)]
     tips = [tree.feed([tree.root], [9])[0] for tree in trees]
     trees[0].close()
-    again = open_read(drafter, text[100:110], GREEDY)  # takes over the closed one's buffers
+    again = open_draft_tree(drafter, text[100:110], GREEDY)  # takes over the closed one's buffers
     check_node(trees[1], tips[1], [*text[50:80], 9], model, 1e-4)
     check_node(again, again.root, text[100:110], model, 1e-4)
 
@@ -246,7 +246,7 @@ def test_work_ahead_runs_on_a_core_ml_tree(converted: Callable[..., Converted], 
         for _ in range(3):
             chains: dict[tuple[int, ...], tuple[int, ...]] = {}
             while work.has_work:
-                ready = advanced(work)
+                ready = advance(work)
                 chains.update({e.committed: e.chain for e in (ready.entries if ready is not None else ())})
             assert len(chains) == 6
             for outcome, chain in chains.items():
@@ -265,7 +265,7 @@ def test_a_scattered_cache_is_packed(converted: Callable[..., Converted], text: 
     made = converted("llama", mode="hybrid")
     model, runtime = made.mlx(), _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
-    tree = open_read(drafter, text[:20], GREEDY)
+    tree = open_draft_tree(drafter, text[:20], GREEDY)
     while "prefill64" not in runtime.calls:  # 20 tokens were read without it
         nodes = tree.feed([tree.root] * 9, list(range(9)))
         (below,) = tree.feed(nodes[-1:], [3])
@@ -284,7 +284,7 @@ def test_tree_closed_while_its_prompt_is_read_leaves_no_state_behind(
     tree = drafter.open(text, GREEDY)
     assert tree.read(text) == 64
     tree.close()
-    tree = open_read(drafter, text[:10], GREEDY)  # takes over the closed one's buffers
+    tree = open_draft_tree(drafter, text[:10], GREEDY)  # takes over the closed one's buffers
     check_node(tree, tree.root, text[:10], made.mlx(), TOLERANCE["fp16"])
 
 
@@ -292,7 +292,7 @@ def test_the_smallest_function_that_fits_is_called(converted: Callable[..., Conv
     made = converted("llama")
     runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
-    tree = open_read(drafter, text[:1], GREEDY)
+    tree = open_draft_tree(drafter, text[:1], GREEDY)
     for rows in (1, 2, 8, 9, 17):
         tree.best(tree.feed([tree.root] * rows, list(range(rows))))
     assert runtime.calls == ["q1", "q1", "q8", "q8", "q16", "q32"]
@@ -332,14 +332,14 @@ def test_non_finite_logits_end_drafting_for_the_request(
     made = converted("llama")
     runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
-    tree = open_read(drafter, text[:10], GREEDY)
+    tree = open_draft_tree(drafter, text[:10], GREEDY)
     runtime.poison = bad
     for _ in range(2):
         with pytest.raises(DrafterFault, match="NaN or infinite"):
             tree.feed([tree.root], [1])
     tree.close()
     runtime.poison = None
-    other = open_read(drafter, text[:10], GREEDY)  # the next request is not affected
+    other = open_draft_tree(drafter, text[:10], GREEDY)  # the next request is not affected
     assert other.best([other.root])
 
 
@@ -352,9 +352,9 @@ def test_keys_that_are_not_finite_do_not_reach_later_requests(
     drafter = CoreMLDrafter(made.package, runtime)
     runtime.nan_output = "k_new"
     with pytest.raises(DrafterFault, match="returned keys that are NaN or infinite"):
-        open_read(drafter, text[:100], GREEDY)
+        open_draft_tree(drafter, text[:100], GREEDY)
     runtime.nan_output = ""
-    tree = open_read(drafter, text[:10], GREEDY)
+    tree = open_draft_tree(drafter, text[:10], GREEDY)
     check_node(tree, tree.root, text[:10], made.mlx(), TOLERANCE["fp16"])
 
 
@@ -362,7 +362,7 @@ def test_failed_device_raises_a_runtime_fault(converted: Callable[..., Converted
     made = converted("llama")
     runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
-    tree = open_read(drafter, text[:10], GREEDY)
+    tree = open_draft_tree(drafter, text[:10], GREEDY)
     runtime.broken = True
     with pytest.raises(RuntimeFault, match="out of order"):
         tree.best(tree.feed([tree.root], [1]))
@@ -374,7 +374,7 @@ def test_input_buffers_are_allocated_once(converted: Callable[..., Converted], t
     runtime = _RecordingRuntime(made)
     drafter = CoreMLDrafter(made.package, runtime)
     for _ in range(2):
-        tree = open_read(drafter, text[:10], GREEDY)
+        tree = open_draft_tree(drafter, text[:10], GREEDY)
         tree.best(tree.feed([tree.root] * 8, list(range(8))))
         tree.best(tree.feed([tree.root] * 8, list(range(8))))
         tree.close()

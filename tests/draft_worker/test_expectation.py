@@ -12,7 +12,7 @@ from outrider.draft_worker.worker import LATENCY_DECAY, DraftWorker, OpLatency
 from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.protocol.messages import Commit, Open
 from outrider.protocol.sampling import SamplingParams
-from tests.system.links import FakeLink, VirtualClock, answered
+from tests.system.links import FakeLink, VirtualClock, run_worker
 from tools.simulation.replay import ReplayDrafter, Script
 
 FORWARD_MS, CHAIN = 40, 3
@@ -65,11 +65,11 @@ def test_each_operation_announces_its_expected_time(monkeypatch: pytest.MonkeyPa
     link = RecordingLink("draft-0", deque())
     worker = DraftWorker(link, SlowDrafter(), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
     opened = Open("r", 0, 0, np.array(TEXT[:50], np.int32), SamplingParams())
-    answered(worker, link, [opened, Commit("r", 0, 0, 50, (), (), 2, 4)])
+    run_worker(worker, link, [opened, Commit("r", 0, 0, 50, (), (), 2, 4)])
     first, piece, grown = announced[:3]
     assert first == grown == 0 and 100 <= piece < 120
     assert len(announced) > 3 and all(FORWARD_MS - 5 <= expected < 60 for expected in announced[3:])
     announced.clear()
     for round_ in (1, 2):
-        answered(worker, link, [Commit("r", 0, round_, 50, (), None, CHAIN, 0)])
+        run_worker(worker, link, [Commit("r", 0, round_, 50, (), None, CHAIN, 0)])
     assert announced[0] == 0 and (CHAIN - 1) * FORWARD_MS <= announced[1] < 100

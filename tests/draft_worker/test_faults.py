@@ -15,7 +15,7 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import load
 from outrider.protocol.messages import Branches, CacheReport, Close, Commit, Fault, KvMemory, Open
 from outrider.protocol.sampling import SamplingParams
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, run_worker
 from tools.simulation.replay import ReplayDrafter, Script
 
 POISON = 77
@@ -59,7 +59,7 @@ def test_failed_request_does_not_stop_drafting_for_another(
             Commit(name, 0, 0, len(tokens), (), (), 2, 4),
         )
     ]
-    found = answered(worker, link, messages)
+    found = run_worker(worker, link, messages)
     faults = {answer.request: answer.message for answer in found if isinstance(answer, Fault)}
     assert list(faults) == ["doomed"] and type(fault).__name__ in faults["doomed"]
     assert {vars(record).get("request") for record in caplog.records} == {None, "doomed"}
@@ -71,10 +71,10 @@ def test_new_orchestrator_gets_a_report_of_the_prompt_cache(tiny_model) -> None:
     link = FakeLink("draft-0")
     worker = DraftWorker(link, MlxDrafter(load(tiny_model("llama"))), FAN_OUT_POLICIES["best-first"])
     opened = Open("r", 0, 0, np.arange(2, 102, dtype=np.int32), SamplingParams())
-    answered(worker, link, [KvMemory(2**30), opened])
-    answered(worker, link, [Close("r")])
+    run_worker(worker, link, [KvMemory(2**30), opened])
+    run_worker(worker, link, [Close("r")])
     worker.forget()
-    assert any(isinstance(sent, CacheReport) and sent.use.bytes for sent in answered(worker, link, [KvMemory(2**30)]))
+    assert any(isinstance(sent, CacheReport) and sent.use.bytes for sent in run_worker(worker, link, [KvMemory(2**30)]))
 
 
 def test_drafting_ends_where_the_draft_models_context_does(tiny_model) -> None:
@@ -82,9 +82,9 @@ def test_drafting_ends_where_the_draft_models_context_does(tiny_model) -> None:
     link = FakeLink("draft-0")
     model = replace(load(tiny_model("llama")), context_length=48)
     worker = DraftWorker(link, MlxDrafter(model), FAN_OUT_POLICIES["best-first"])
-    answered(worker, link, [Open("r", 0, 0, np.arange(2, 42, dtype=np.int32), SamplingParams())])
-    assert not any(isinstance(a, Fault) for a in answered(worker, link, [Commit("r", 0, 1, 43, (5, 6, 7), (), 2, 4)]))
-    found = answered(worker, link, [Commit("r", 0, 2, 48, (5, 6, 7, 8, 9), (), 2, 4)])
+    run_worker(worker, link, [Open("r", 0, 0, np.arange(2, 42, dtype=np.int32), SamplingParams())])
+    assert not any(isinstance(a, Fault) for a in run_worker(worker, link, [Commit("r", 0, 1, 43, (5, 6, 7), (), 2, 4)]))
+    found = run_worker(worker, link, [Commit("r", 0, 2, 48, (5, 6, 7, 8, 9), (), 2, 4)])
     (fault,) = [answer for answer in found if isinstance(answer, Fault)]
     assert fault.request == "r" and "context is 48" in fault.message
-    assert not answered(worker, link, [Commit("r", 0, 3, 50, (5, 6), (), 2, 4)]) or not worker._running
+    assert not run_worker(worker, link, [Commit("r", 0, 3, 50, (5, 6), (), 2, 4)]) or not worker._running

@@ -20,11 +20,11 @@ from outrider.engine.tree import Tree
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
-from tests.alone import advanced, continued
 from tests.columns import column_tokens
 from tests.drafters.dflash_heads import NumpyHead, write
 from tests.drafters.dflash_layouts import BLOCK, LAYOUTS, V
 from tests.drafters.test_dflash import EMBEDDING, OUTPUT, ROWS, TEXTS, head_of
+from tests.drafting import advance, draft_chain
 
 FITTING = [name for name, layout in LAYOUTS.items() if layout.markov != "rnn"]
 VISIBLE = {"loss_type": "variable_prefix"}
@@ -152,7 +152,7 @@ def test_block_tokens_are_drawn_with_the_targets_noise(tmp_path: Path, temp: flo
 
 def test_penalties_count_earlier_tokens_of_the_block(tmp_path: Path) -> None:
     tree = open_tree(head_of(write(tmp_path, "DeepSpec")), 10, repetition_penalty=50.0)
-    chain = continued(WorkAhead(tree, (), FAN_OUT_POLICIES["best-first"], Calibration()), BLOCK).chain
+    chain = draft_chain(WorkAhead(tree, (), FAN_OUT_POLICIES["best-first"], Calibration()), BLOCK).chain
     assert len(set(chain) - set(TEXTS[0][:10].tolist())) == BLOCK
 
 
@@ -170,12 +170,12 @@ def test_blocks_are_never_longer_than_in_training(tmp_path: Path, name: str, mon
     depth = LAYOUTS[name].depth
     for chain_length in range(5):
         work = WorkAhead(open_tree(head, 20), (), FAN_OUT_POLICIES["best-first"], Calibration())
-        assert len(continued(work, 40).chain) == depth
+        assert len(draft_chain(work, 40).chain) == depth
         work = WorkAhead(open_tree(head, 20), (), FAN_OUT_POLICIES["best-first"], Calibration())
-        work.commit((), BranchTask(continued(work, chain_length).chain, 4, 6))
+        work.commit((), BranchTask(draft_chain(work, chain_length).chain, 4, 6))
         deepest = 0
         while work.has_work:
-            ready = advanced(work)
+            ready = advance(work)
             deepest = max([deepest, *(len(e.chain) for e in ready.entries)]) if ready else deepest
         assert deepest == max(0, min(4, depth - chain_length - 1))
     assert max(lengths) == BLOCK
@@ -188,7 +188,7 @@ def test_request_alone_opens_no_more_slots_than_it_wants(tmp_path: Path, monkeyp
     lengths, block = list[int](), DFlash.block
     monkeypatch.setattr(DFlash, "block", lambda *given: lengths.append(int(given[2].max().item()) + 1) or block(*given))
     work.commit((), BranchTask((7,), 2, 2))
-    assert advanced(work) is not None
+    assert advance(work) is not None
     assert lengths == [4]  # at most the anchor, a bonus token and two masks
 
 

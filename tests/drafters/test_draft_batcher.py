@@ -18,9 +18,9 @@ from outrider.engine.loading import load
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
-from tests.alone import continuations
 from tests.columns import column_tokens
-from tests.slots import open_read
+from tests.drafting import draft_chains
+from tests.slots import open_draft_tree
 from tools.simulation.replay import ReplayDrafter, Script
 
 TEXT = tuple(2 + 7 * i % 250 for i in range(400))
@@ -38,7 +38,7 @@ def drafter(request: pytest.FixtureRequest, tiny_model: Callable[..., Any]) -> D
 def start_requests(drafter: Drafter) -> list[WorkAhead]:
     works = []
     for number, length in enumerate(LENGTHS):
-        tree = open_read(drafter, TEXT[:length], SamplingParams(temp=0.8, seed=number))
+        tree = open_draft_tree(drafter, TEXT[:length], SamplingParams(temp=0.8, seed=number))
         works.append(WorkAhead(tree, (), FAN_OUT_POLICIES["best-first"], Calibration()))
     return works
 
@@ -57,8 +57,8 @@ def test_batched_requests_prepare_the_branches_of_single_requests(drafter: Draft
     """Through continuations, branches, and commits with and without a branch, with a budget for all."""
     batched, alone = start_requests(drafter), start_requests(drafter)
     together = DraftBatcher()
-    drafted = continuations(batched, [3, 2, 4])
-    assert drafted == [continuations([work], [n])[0] for work, n in zip(alone, (3, 2, 4), strict=True)]
+    drafted = draft_chains(batched, [3, 2, 4])
+    assert drafted == [draft_chains([work], [n])[0] for work, n in zip(alone, (3, 2, 4), strict=True)]
     chains = [found.chain if isinstance(found, Continuation) else () for found in drafted]
     for works in (batched, alone):
         for work, chain in zip(works, chains, strict=True):

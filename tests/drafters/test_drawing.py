@@ -19,9 +19,9 @@ from outrider.drafters.work_ahead import WorkAhead
 from outrider.protocol.messages import Branches, Commit, Drafted, Message, Open
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
-from tests.alone import advanced, continued
-from tests.slots import open_read
-from tests.system.links import FakeLink, answered
+from tests.drafting import advance, draft_chain
+from tests.slots import open_draft_tree
+from tests.system.links import FakeLink, run_worker
 from tests.system.markov import markov
 from tools.simulation.replay import ReplayDrafter, Script
 
@@ -43,7 +43,9 @@ def begin(drafter: MlxDrafter) -> Callable[[tuple[int, ...]], WorkAhead]:
 
 
 def start_work(drafter: MlxDrafter, sampling: SamplingParams, tokens: tuple[int, ...] = PROMPT) -> WorkAhead:
-    return WorkAhead(open_read(drafter, tokens, sampling, cached=2), (), FAN_OUT_POLICIES["best-first"], Calibration())
+    return WorkAhead(
+        open_draft_tree(drafter, tokens, sampling, cached=2), (), FAN_OUT_POLICIES["best-first"], Calibration()
+    )
 
 
 def are_equal(q: SparseQ | None, other: SparseQ | None) -> bool:
@@ -65,7 +67,7 @@ def test_pushed_branches_equal_the_draws_of_a_fresh_drafter(
         for _ in range(forwards):
             if not work.has_work:
                 continue
-            ready = advanced(work)
+            ready = advance(work)
             if ready is None or not ready.entries:
                 continue
             assert ready.q is not None and ready.q.fits([token for e in ready.entries for token in e.chain])
@@ -73,7 +75,7 @@ def test_pushed_branches_equal_the_draws_of_a_fresh_drafter(
             for entry in ready.entries:
                 start, end = end, end + len(entry.chain)
                 place = (*committed, *entry.committed)
-                fresh = continued(begin(place), len(entry.chain))
+                fresh = draft_chain(begin(place), len(entry.chain))
                 assert fresh.chain == entry.chain and are_equal(fresh.q, ready.q.part(start, end))
                 entries[entry.committed] = entry.chain
                 checked += 1
@@ -83,8 +85,8 @@ def test_pushed_branches_equal_the_draws_of_a_fresh_drafter(
         own, way = entries.get(new, ()), rng.random()
         if way < 0.2:
             work.commit(new, BranchTask(None, 3))
-            new, own = (), continued(work, 3).chain
-            assert own == continued(begin(tuple(committed)), 3).chain
+            new, own = (), draft_chain(work, 3).chain
+            assert own == draft_chain(begin(tuple(committed)), 3).chain
         chain = [*own[: rng.randint(0, 3)], *(rng.randrange(V) for _ in range(rng.randint(0, 2)))] if way < 0.6 else own
         work.commit(new, BranchTask(chain, 3, 8))
     assert checked > 20
@@ -101,11 +103,11 @@ def test_branches_do_not_depend_on_the_noise_of_another_drafter() -> None:
     alike = expected = variance = 0.0
     for seed in range(200):
         sampling = replace(SAMPLING, seed=seed, saguaro=1.0)
-        chain = continued(start_work(first, sampling), 2).chain
+        chain = draft_chain(start_work(first, sampling), 2).chain
         work = start_work(second, sampling)
-        own = continued(work, 2).chain[0]
+        own = draft_chain(work, 2).chain[0]
         work.commit((), BranchTask(chain, 1, 3 * V))
-        ready = advanced(work)
+        ready = advance(work)
         assert ready is not None and ready.q is not None
         for row, entry in enumerate(ready.entries):
             if entry.committed == (own,):
@@ -117,7 +119,7 @@ def test_branches_do_not_depend_on_the_noise_of_another_drafter() -> None:
 
 
 def test_continuation_without_room_is_empty(begin: Callable[[tuple[int, ...]], WorkAhead]) -> None:
-    assert continued(begin(PROMPT), 0) == Continuation()
+    assert draft_chain(begin(PROMPT), 0) == Continuation()
 
 
 # --- the worker -----------------------------------------------------------------------------------------------------
@@ -129,8 +131,8 @@ def messages_of(drafter: Any, sampling: SamplingParams, kind: type[Message]) -> 
     link = FakeLink("draft-0")
     worker = DraftWorker(link, drafter, FAN_OUT_POLICIES["uniform"])
     opening, task = Open("r", 0, 0, tokens, sampling, fan_out=2), Commit("r", 0, 0, len(PROMPT), (), (), 2, 6)
-    found = answered(worker, link, [opening, task], turns=9)
-    found += answered(worker, link, [Commit("r", 0, 1, len(PROMPT) + 1, (3,), None, 3, 6)], turns=2)
+    found = run_worker(worker, link, [opening, task], turns=9)
+    found += run_worker(worker, link, [Commit("r", 0, 1, len(PROMPT) + 1, (3,), None, 3, 6)], turns=2)
     return [message for message in found if isinstance(message, kind)]
 
 

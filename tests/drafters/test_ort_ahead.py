@@ -22,8 +22,8 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
-from tests.alone import continuations
 from tests.columns import column_tokens
+from tests.drafting import draft_chains
 from tests.target_worker.heads import (
     H,
     mtp_head,
@@ -67,7 +67,7 @@ class SimulatedRequests:
         """The branches of each round: first after continuations, then after outcomes that mostly have a branch."""
         self.add_features(range(len(self.works)))
         found = []
-        for work, continuation in zip(self.works, continuations(self.works, [3, 2, 4]), strict=True):
+        for work, continuation in zip(self.works, draft_chains(self.works, [3, 2, 4]), strict=True):
             assert isinstance(continuation, Continuation) and continuation.chain
             work.commit((), BranchTask(continuation.chain, 3, 6))
         for turn in range(count):

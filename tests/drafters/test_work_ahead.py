@@ -13,8 +13,8 @@ from outrider.drafters.growth import BranchTask, ReadyBranches
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, start_drafting
 from outrider.protocol.sampling import SamplingParams
-from tests.alone import advanced, continuations, continued
 from tests.columns import column_tokens
+from tests.drafting import advance, draft_chain, draft_chains
 from tools.simulation.replay import ReplayDrafter, ReplayTree, Script
 
 PROMPT = tuple(range(10, 20))
@@ -32,7 +32,7 @@ def work_ahead(tokens: tuple[int, ...] = PROMPT, eos: tuple[int, ...] = (), cont
 def finish(work: WorkAhead) -> list[ReadyBranches]:
     ready = []
     while work.has_work:
-        pushed = advanced(work)
+        pushed = advance(work)
         ready += [pushed] if pushed is not None else []
     return ready
 
@@ -40,7 +40,7 @@ def finish(work: WorkAhead) -> list[ReadyBranches]:
 @pytest.mark.parametrize("chain_length", [0, 1, 4])
 def test_branches_grow_to_full_depth_for_distinct_outcomes(chain_length: int) -> None:
     work = work_ahead()
-    chain = continued(work, chain_length).chain
+    chain = draft_chain(work, chain_length).chain
     work.commit((), BranchTask(chain, 3, 10))
     last = {(len(e.committed) - 1, e.committed[-1]): e.chain for ready in finish(work) for e in ready.entries}
     assert len(last) == 10
@@ -61,7 +61,7 @@ def test_drafter_that_knows_only_its_best_tokens_prepares_those(
     tree = ReplayDrafter(SCRIPT).open(PROMPT, SamplingParams())
     work = WorkAhead(tree, (), FAN_OUT_POLICIES[policy], Calibration())
     work.commit((), BranchTask(None, 4, min_prob=min_prob))
-    chain = continued(work, 5).line
+    chain = draft_chain(work, 5).line
     work.commit((), BranchTask(chain[:4], 3, 10, min_prob=min_prob))
     assert {entry.committed for ready in finish(work) for entry in ready.entries} == {chain}
 
@@ -73,7 +73,7 @@ def test_each_token_of_a_branch_comes_with_the_probability_that_it_is_accepted()
     entries = [entry for ready in finish(work) for entry in ready.entries]
     assert entries and all(len(entry.odds) == len(entry.chain) and min(entry.odds) > 0 for entry in entries)
     deepest = max(entries, key=lambda entry: len(entry.chain))
-    fresh = continued(work_ahead((*PROMPT, *deepest.committed)), len(deepest.chain))
+    fresh = draft_chain(work_ahead((*PROMPT, *deepest.committed)), len(deepest.chain))
     assert (fresh.chain, fresh.odds) == (deepest.chain, deepest.odds)
 
 
@@ -86,9 +86,9 @@ def test_chains_on_request_show_how_likely_their_tokens_are(
     work, task = work_ahead(), BranchTask(None, 1, min_prob=min_prob)
     for _ in range(40):
         work.commit((), task)
-        (token,) = continued(work, 1).line
+        (token,) = draft_chain(work, 1).line
         work.commit((token, 7) if is_right else (token % 199 + 1, 7), task)
-    odds = continued(work, 1).odds[0]
+    odds = draft_chain(work, 1).odds[0]
     assert least <= odds <= most
 
 
@@ -100,7 +100,7 @@ def test_a_token_that_was_left_out_of_the_verify_counts_by_the_targets_own(min_p
     work = WorkAhead(tree, (), FAN_OUT_POLICIES["uniform"], calibration)
     for _ in range(30):
         work.commit((), BranchTask(None, 3, min_prob=min_prob))
-        work.commit(continued(work, 3).line[:2], BranchTask(None, 3, min_prob=min_prob))
+        work.commit(draft_chain(work, 3).line[:2], BranchTask(None, 3, min_prob=min_prob))
     assert calibration.acceptance(1) > 0.9
 
 
@@ -133,7 +133,7 @@ def test_branches_are_prepared_for_a_drafted_tree_before_any_outcome() -> None:
     """The commit that begins its verify has no tokens from which to learn how good the alternatives were."""
     work = work_ahead()
     work.commit((), BranchTask(None, 3, min_prob=0.05))
-    chain = continued(work, 3).chain[:3]
+    chain = draft_chain(work, 3).chain[:3]
     assert work.proposed is not None
     work.commit((), BranchTask(chain, 3, 8))
     assert len({entry.committed for ready in finish(work) for entry in ready.entries}) == 8
@@ -141,7 +141,7 @@ def test_branches_are_prepared_for_a_drafted_tree_before_any_outcome() -> None:
 
 def test_only_the_last_push_is_final() -> None:
     work = work_ahead()
-    work.commit((), BranchTask(continued(work, 3).chain, 3, 8))
+    work.commit((), BranchTask(draft_chain(work, 3).chain, 3, 8))
     assert [ready.final for ready in finish(work)][-1:] == [True]
     work.commit(TEXT[10:11], BranchTask((), 3, 8))
     assert not any(ready.final for ready in finish(work)[:-1])
@@ -172,11 +172,11 @@ def test_pushed_branches_equal_those_of_a_fresh_drafter(forwards: int) -> None:
     for _ in range(30):
         entries = {}
         for _ in range(forwards):
-            if work.has_work and (ready := advanced(work)) is not None:
+            if work.has_work and (ready := advance(work)) is not None:
                 entries |= {e.committed: e.chain for e in ready.entries}
         for outcome, branch in entries.items():
             place = (*committed, *outcome)
-            assert branch == continued(work_ahead(place), len(branch)).chain
+            assert branch == draft_chain(work_ahead(place), len(branch)).chain
         accepted = rng.randrange(len(chain) + 1)
         bonus = TEXT[len(committed) + accepted] if rng.random() < 0.7 else rng.randrange(1, 200)
         new = [*chain[:accepted], bonus]
@@ -194,7 +194,7 @@ def test_branches_get_shorter_near_the_end_of_the_context() -> None:
     assert {len(e.chain) for e in finish(work)[-1].entries} == {3}
     work.commit(TEXT[10:14], BranchTask((), 6, 4))
     assert finish(work) == [ReadyBranches((), True)]
-    assert continued(work, 5).chain == ()
+    assert draft_chain(work, 5).chain == ()
 
 
 @pytest.mark.parametrize("policy", ["best-first", "uniform"])
@@ -203,7 +203,7 @@ def test_drafters_that_divide_outcomes_prepare_those_of_a_single_one(policy: str
     def prepared(branches: int, skip: int) -> set[tuple[int, ...]]:
         tree = ReplayDrafter(SCRIPT).open(PROMPT, SamplingParams())
         work = WorkAhead(tree, (), FAN_OUT_POLICIES[policy], Calibration())
-        work.commit((), BranchTask(continued(work, chain_length).chain, 3, branches, skip))
+        work.commit((), BranchTask(draft_chain(work, chain_length).chain, 3, branches, skip))
         return {entry.committed for ready in finish(work) for entry in ready.entries}
 
     parts = [prepared(4, 0), prepared(5, 4), prepared(3, 9)]
@@ -218,7 +218,7 @@ def test_work_space_of_a_text_whose_drafts_are_all_right_stays_small(tiny_model:
         FAN_OUT_POLICIES["uniform"], Calibration(),
     )  # fmt: skip
     for _ in range(70):
-        (continuation,) = continuations([work], [8])
+        (continuation,) = draft_chains([work], [8])
         work.commit([*continuation.chain, 9], BranchTask(None, 8))
     layout = work.tree._layout  # type: ignore[attr-defined]
     assert work.committed_len > 600 and layout.end - layout.prefix < 300

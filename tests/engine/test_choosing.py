@@ -14,7 +14,7 @@ import pytest
 from outrider.engine.noise import MAX_NOISE, MIN_NOISE, gumbel
 from outrider.engine.sampling import Sampler
 from outrider.protocol.sampling import SamplingParams
-from tests.covering import matrix
+from tests.pairwise import matrix
 
 WIDTH = 49_152
 POSITIONS = [100, 101, 102, 4000]

@@ -17,8 +17,8 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.residual import Draws, draw_tokens
 from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams
+from tests.logprobs import filtered_logprobs
 from tests.slots import open_tree
-from tests.warp import warp
 
 PROMPT = [40, 41, 42, 43, 44, 60, 61, 40, 41]
 PARAMS = SamplingParams(temp=0.9, seed=6, rule="residual", q_width=8)
@@ -107,7 +107,7 @@ def test_q_of_a_chain_equals_that_of_fresh_forwards(loaded: Callable[..., Loaded
     assert q is not None and q.fits(chain)
     for place in range(4):
         text = [*PROMPT, *chain[:place]]
-        row = np.array(warp(model.model(mx.array([text]))[0, -1:], [text], params)[0])
+        row = np.array(filtered_logprobs(model.model(mx.array([text]))[0, -1:], [text], params)[0])
         best = np.argsort(-row)[:8]
         expected = np.exp(row[best] - row.max())
         shares = dict(zip(best.tolist(), (expected / expected.sum()).tolist(), strict=True))

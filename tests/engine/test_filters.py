@@ -11,7 +11,7 @@ import pytest
 from outrider.engine import steps
 from outrider.engine.sampling import Sampler
 from outrider.protocol.sampling import SamplingParams
-from tests.warp import warp
+from tests.logprobs import filtered_logprobs
 
 FILTERS = {"top_p": 0.5, "min_p": 0.5, "top_k": 3}
 OTHERS = {
@@ -28,7 +28,8 @@ def test_every_sampling_parameter_that_excludes_tokens_is_one_of_the_filters() -
     logits = np.linspace(0, 3, 20, dtype=np.float32)[None]
     for name, value in FILTERS.items():
         params = SamplingParams(temp=0.7, seed=1, **{name: value})
-        by_mlx, by_numpy = np.array(warp(mx.array(logits), None, params)), steps.filter_logits(logits, params)
+        by_mlx = np.array(filtered_logprobs(mx.array(logits), None, params))
+        by_numpy = steps.filter_logits(logits, params)
         assert Sampler(params, 20).filters and 1 < np.isfinite(by_mlx).sum() < 20, name
         assert (np.isfinite(by_mlx) == np.isfinite(by_numpy)).all(), name
 
@@ -53,7 +54,7 @@ def test_every_sampling_parameter_that_excludes_tokens_is_one_of_the_filters() -
 def test_numpy_filters_keep_the_tokens_and_scores_of_mlx_lm(vocab_size: int, spread: float, changes: dict) -> None:
     logits = (np.random.default_rng(1).standard_normal((6, vocab_size)) * spread).astype(np.float32)
     params = SamplingParams(temp=0.7, seed=1, **changes)
-    theirs, ours = np.array(warp(mx.array(logits), None, params)), steps.filter_logits(logits, params)
+    theirs, ours = np.array(filtered_logprobs(mx.array(logits), None, params)), steps.filter_logits(logits, params)
     for own, mlx in zip(ours, theirs, strict=True):
         kept = np.isfinite(mlx)
         # Tokens whose cumulative mass is within rounding of the border may fall on either side.
@@ -67,4 +68,4 @@ def test_ties_at_the_border_of_top_p_are_all_kept() -> None:
     logits = np.log(np.array([[0.4, 0.2, 0.2, 0.2]], dtype=np.float32))
     params = SamplingParams(temp=1.0, seed=1, top_p=0.5)
     assert np.isfinite(steps.filter_logits(logits, params)).all()
-    assert np.isfinite(np.array(warp(mx.array(logits), None, params))).all()
+    assert np.isfinite(np.array(filtered_logprobs(mx.array(logits), None, params))).all()

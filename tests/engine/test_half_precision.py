@@ -18,7 +18,7 @@ from outrider.engine.residual import Draws, make_target_sampler
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import make_step
 from outrider.protocol.sampling import SamplingParams
-from tests.warp import warp
+from tests.logprobs import filtered_logprobs
 
 SEEDS = int(os.environ.get("OUTRIDER_SEEDS", "500"))
 V = 64
@@ -105,7 +105,7 @@ def test_every_path_scores_half_precision_as_float32(kind: str, changes: dict) -
     for rule in ("coupled", "residual"):
         params = SamplingParams(temp=0.7, seed=9, rule=rule, **changes)
         target, draft = make_target_sampler(params, V), Sampler(params, V, normalised=False)
-        assert mx.array_equal(warp(logits, HISTORY, params), warp(wide, HISTORY, params))
+        assert mx.array_equal(filtered_logprobs(logits, HISTORY, params), filtered_logprobs(wide, HISTORY, params))
         assert mx.array_equal(target.scores(logits, [3], HISTORY), target.scores(wide, [3], HISTORY))
         ours, exact = (make_step([SamplingMetadata(draft, [3], HISTORY)], given).row(0) for given in (logits, wide))
         assert mx.array_equal(ours, exact)

@@ -19,8 +19,8 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
-from tests.ahead import said
 from tests.engine.test_kv_cache import FedText
+from tests.forwards import unwrap
 from tests.slots import open_slots
 
 Loaded = Callable[..., LoadedModel]
@@ -109,7 +109,7 @@ def test_listener_of_a_slot_gets_every_committed_row_once_in_order(loaded: Loade
         chain = truth[done : done + 3]
         chain[accepted:] = [(token + 1) % 250 for token in chain[accepted:]]
         output, _ = begin_forward([VerifyInput(slot, tuple(chain)), VerifyInput(other, (5,))]).commit()
-        assert said(output).accepted == accepted
+        assert unwrap(output).accepted == accepted
     if isinstance(kv_cache, FlatKVCache):
         first = begin_forward([VerifyInput(slot)])
         second = begin_forward([VerifyInput(slot)], after=first)

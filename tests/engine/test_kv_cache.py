@@ -21,7 +21,7 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
-from tests.ahead import said
+from tests.forwards import unwrap
 from tests.slots import open_slots
 
 Loaded = Callable[..., LoadedModel]
@@ -184,7 +184,7 @@ def test_batched_requests_generate_the_texts_of_single_requests(loaded: Loaded, 
         if inputs:
             chunks = [PrefillChunk(late, 7)] if len(late.unfed) > 8 else []
             for output in begin_forward(inputs, chunks).commit():
-                assert not isinstance(output, OutriderError) and said(output)
+                assert not isinstance(output, OutriderError) and unwrap(output)
     for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
         done = slot.tokens[len(prompt) :]
         assert done == truth[: len(done)]

@@ -37,9 +37,9 @@ from outrider.protocol.trees import (
     node_depths,
     one_hot,
 )
-from tests.ahead import run_ahead
+from tests.forwards import decode_pipelined
+from tests.logprobs import filtered_logprobs
 from tests.slots import open_slots
-from tests.warp import warp
 
 V = 5
 TOKENS = 2000
@@ -167,7 +167,7 @@ def test_residual_texts_follow_p_under_filters_and_temperature() -> None:
     params = SamplingParams(temp=0.7, top_p=0.9, min_p=0.02, top_k=4, seed=5, rule="residual")
     sampler = ResidualSampler(params, V)
     log_p = sampler.log_p(mx.array(TARGET))
-    expected = np.array(mx.softmax(warp(mx.array(TARGET), None, params), axis=-1))
+    expected = np.array(mx.softmax(filtered_logprobs(mx.array(TARGET), None, params), axis=-1))
     assert np.allclose(np.exp(log_p), expected, atol=1e-6) and (expected == 0).any()
     assert min(p_values(generated_text(drafted, sampler, log_p), log_p)) > ALPHA
 
@@ -467,7 +467,7 @@ def test_p_at_each_position_counts_the_chain_in_its_history(
     verify(open_slots(model, [PROMPT], [PENALISED])[0], chain, one_hot(chain))
     for place in range(len(chain)):
         text = [*PROMPT, *chain[:place]]
-        alone = warp(model.model(mx.array([text]))[0, -1:], [text], PENALISED)
+        alone = filtered_logprobs(model.model(mx.array([text]))[0, -1:], [text], PENALISED)
         assert np.allclose(np.exp(seen[0][place]), np.array(mx.softmax(alone[0])), atol=1e-5)
 
 
@@ -475,7 +475,7 @@ def test_plain_steps_bonus_tokens_and_running_ahead_draw_the_same(loaded: Callab
     model = loaded("llama")
     steps = open_slots(model, [PROMPT], [PENALISED])
     text = [verify(steps[0]).bonus for _ in range(24)]
-    assert run_ahead(open_slots(model, [PROMPT], [PENALISED])[0], 24) == text
+    assert decode_pipelined(open_slots(model, [PROMPT], [PENALISED])[0], 24) == text
     rounds = open_slots(model, [PROMPT], [PENALISED])
     sampler = rounds[0].sampler
     assert isinstance(sampler, ResidualSampler)

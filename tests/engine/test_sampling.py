@@ -12,7 +12,7 @@ from outrider.engine.noise import gumbel
 from outrider.engine.sampling import Sampler
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from tests.warp import warp
+from tests.logprobs import filtered_logprobs
 
 V = 50
 
@@ -23,7 +23,7 @@ def logits() -> mx.array:
 
 
 def test_greedy_warp_is_mlx_lms_log_softmax(logits: mx.array) -> None:
-    ours = warp(logits, None, SamplingParams(top_p=0.5, top_k=3))  # no filters at temperature 0
+    ours = filtered_logprobs(logits, None, SamplingParams(top_p=0.5, top_k=3))  # no filters at temperature 0
     for row in range(4):
         one = logits[row : row + 1]
         assert mx.array_equal(ours[row : row + 1], one - mx.logsumexp(one, keepdims=True))
@@ -50,7 +50,7 @@ def reference(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 )
 def test_filters_match_their_definitions(logits: mx.array, changes: dict) -> None:
     params = SamplingParams(temp=0.7, seed=1, **changes)
-    ours = np.array(warp(logits, None, params))
+    ours = np.array(filtered_logprobs(logits, None, params))
     for row in range(4):
         np.testing.assert_allclose(ours[row], reference(np.array(logits[row]), params), rtol=1e-5, atol=1e-5)
 
@@ -65,7 +65,7 @@ def test_penalties_use_the_history_of_each_row(logits: mx.array) -> None:
         logit_bias=((3, 2.5), (V + 7, 9.0)),
     )
     histories = [[1, 2, 2, 3, 4, 5, 5, 5], [], mx.array([9, 9, 8]), list(range(40))]
-    ours = warp(logits, histories, params)
+    ours = filtered_logprobs(logits, histories, params)
     processors = make_logits_processors({3: 2.5}, 1.3, 4, 0.5, 20, 0.25, 6)
     for row, history in enumerate(histories):
         one = mx.array(np.array(logits[row : row + 1]))
@@ -93,7 +93,7 @@ def test_scores_add_the_noise_of_their_positions(logits: mx.array) -> None:
     assert not sampler.needs_history
     for positions in ([5, 6, 7, 8], [100, 3, 100, 77], [0, 7, 8, 16], list(range(40, 44))):
         scores = np.array(sampler.scores(logits, positions))
-        expected = np.array(warp(logits, None, params)) + gumbel(np, 2**50 + 1, positions, V)
+        expected = np.array(filtered_logprobs(logits, None, params)) + gumbel(np, 2**50 + 1, positions, V)
         assert np.array_equal(scores, expected)
 
 
@@ -153,7 +153,7 @@ def test_filters_are_not_compiled_for_each_value(logits: mx.array, monkeypatch: 
     seen: list[str] = []
     monkeypatch.setattr(mx, "disable_compile", lambda: seen.append("off"))
     monkeypatch.setattr(mx, "enable_compile", lambda: seen.append("on"))
-    warp(logits, None, SamplingParams(temp=0.7, seed=1, top_p=0.87654))
+    filtered_logprobs(logits, None, SamplingParams(temp=0.7, seed=1, top_p=0.87654))
     assert seen == ["off", "on"]
-    warp(logits, None, SamplingParams())
+    filtered_logprobs(logits, None, SamplingParams())
     assert seen == ["off", "on"]

@@ -23,8 +23,8 @@ from outrider.engine.sampling import Sampler
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
-from tests.ahead import said
 from tests.columns import column_tokens
+from tests.forwards import unwrap
 from tests.slots import open_slots, open_tree
 from tests.tiny import FAMILIES, HYBRIDS
 
@@ -369,7 +369,7 @@ def decoded(loaded: Loaded) -> np.ndarray:
         slots = [CacheSlot(model, kv_cache, TOY_PROMPT, one) for one in params]
         begin_forward([], [PrefillChunk(slot, len(TOY_PROMPT) - 1) for slot in slots]).commit()
         outputs = [begin_forward([VerifyInput(slot) for slot in slots]).commit() for _ in range(2)]
-        found += [[said(output).bonus for output in of_text] for of_text in zip(*outputs, strict=True)]
+        found += [[unwrap(output).bonus for output in of_text] for of_text in zip(*outputs, strict=True)]
     return np.array(found)
 
 

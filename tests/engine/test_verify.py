@@ -23,7 +23,7 @@ from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import one_hot
-from tests.ahead import run_ahead
+from tests.forwards import decode_pipelined
 from tests.slots import open_slots
 from tests.tiny import FAMILIES, HYBRIDS
 
@@ -140,7 +140,7 @@ def test_slots_do_not_affect_each_other(loaded: Loaded) -> None:
 def test_greedy_text_is_mlx_lms(loaded: Loaded, family: str) -> None:
     model = loaded(family)
     theirs = [token for token, _ in generate_step(mx.array(PROMPT), model.model, max_tokens=LONGEST)]
-    assert run_ahead(slot_of(model), LONGEST) == theirs
+    assert decode_pipelined(slot_of(model), LONGEST) == theirs
 
 
 def test_penalised_greedy_text_is_mlx_lms(loaded: Loaded) -> None:
@@ -152,7 +152,7 @@ def test_penalised_greedy_text_is_mlx_lms(loaded: Loaded) -> None:
     ]
     assert theirs != decoded(model, GREEDY, LONGEST)
     assert decoded(model, params, LONGEST) == theirs
-    assert run_ahead(slot_of(model, params), LONGEST) == theirs
+    assert decode_pipelined(slot_of(model, params), LONGEST) == theirs
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", *HYBRIDS])
@@ -162,7 +162,7 @@ def test_running_ahead_and_stopping_does_not_change_the_text(loaded: Loaded, fam
     truth = decoded(model, params, LONGEST)
     slot, done = slot_of(model, params), 0
     for steps in (1, 3, 7, 2):
-        assert run_ahead(slot, steps) == truth[done : done + steps]
+        assert decode_pipelined(slot, steps) == truth[done : done + steps]
         done += steps
         check_slot(slot)
         chain = corrupted(truth[done : done + 3], 1)
@@ -184,7 +184,7 @@ def test_running_ahead_feeds_no_unneeded_tokens(loaded: Loaded, family: str, mon
 
     monkeypatch.setattr(type(slot.kv_cache), "forward", count_fed)
     unfed = len(slot.unfed)
-    assert run_ahead(slot, 5) == truth
+    assert decode_pipelined(slot, 5) == truth
     assert fed == unfed + 4
     check_slot(slot)
 

@@ -1,4 +1,4 @@
-"""A simulated cluster of hosts, created once and only for tests with the mark `fleet`."""
+"""A simulated Ray cluster of several hosts, created once a session for the tests with the mark `fleet`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOSTS = ({"metal": 1}, {"metal": 1}, {"ane": 2})
 
 @pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A head, two hosts with a GPU and one with a neural engine, all of them on loopback."""
+    """A head, two hosts with a GPU and one with a Neural Engine, all on this machine."""
     folder = Path(tmp_path_factory.mktemp("ray"))
     settings = {
         "RAY_TMPDIR": str(folder),

@@ -1,4 +1,4 @@
-"""Attached engines, one with several ranks: when one is lost, the ingress continues with the next at once."""
+"""Attached engines, one of them with two ranks: if one is lost, the ingress continues its texts on another one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.fleet.plan import FleetPlan, IngressPlan
 from outrider.orchestrator.pairing.model_files import TINY_DRAFT
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError
-from tests.fleet.running_fleet import KEY, PATIENCE, PROMPT, Fleet, kill, running, server_of, until
+from tests.fleet.running_fleet import KEY, PROMPT, TIMEOUT_S, Fleet, kill, running, server_of, wait_until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
 SHARDS = (1, 2)
@@ -47,11 +47,11 @@ def test_engine_with_other_weights_is_left_out_and_named_in_the_status(fleet: Fl
     def status_message() -> str:
         return serve.status().applications[fleet.name].deployments[fleet.kind].message
 
-    until(
+    wait_until(
         lambda: f"{foreign.endpoint} has other weights, or another number format, than the one at" in status_message(),
         status_message(),
     )
-    assert foreign.endpoint not in [place.endpoint for place in fleet.places()]
+    assert foreign.endpoint not in [place.endpoint for place in fleet.addresses()]
     foreign.close()
 
 
@@ -63,23 +63,23 @@ def test_malformed_endpoint_is_an_error_and_not_waited_for() -> None:
 
 
 def test_engine_whose_actor_hangs_does_not_hide_the_others(fleet: Fleet) -> None:
-    """As on a host that is lost: Ray Serve has no answer of any engine then."""
+    """As if its host were lost: a broadcast of Ray Serve then returns no answer of any engine."""
     title = f"ray::ServeReplica:{fleet.name}:{fleet.kind}"
     actor = next(one for one in psutil.process_iter(["cmdline"]) if (one.info["cmdline"] or [""])[0] == title)
-    assert httpx.get(f"{fleet.url}/ready", timeout=PATIENCE).status_code == 200
+    assert httpx.get(f"{fleet.url}/ready", timeout=TIMEOUT_S).status_code == 200
     actor.suspend()
     try:
-        assert httpx.get(f"{fleet.url}/ready", timeout=PATIENCE).status_code == 200
+        assert httpx.get(f"{fleet.url}/ready", timeout=TIMEOUT_S).status_code == 200
     finally:
         actor.resume()
 
 
 def test_text_continues_on_another_engine_and_503_follows_without_any(fleet: Fleet, expected_text: str) -> None:
-    assert fleet.stream(lambda: kill(server_of(fleet.busy()[1]))) == expected_text
-    ((_, last),) = until(fleet.stats, "no engine answers")
+    assert fleet.stream(lambda: kill(server_of(fleet.busy_engine()[1]))) == expected_text
+    ((_, last),) = wait_until(fleet.stats, "no engine answers")
     kill(server_of(last))
     asked, headers = {"prompt": PROMPT}, {"x-api-key": KEY}
-    answer = httpx.post(f"{fleet.url}/v1/completions", json=asked, headers=headers, timeout=PATIENCE)
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=asked, headers=headers, timeout=TIMEOUT_S)
     assert answer.status_code == 503 and answer.headers["retry-after"]
     assert "no engine of the fleet answers" in answer.json()["error"]["message"]
-    assert httpx.get(f"{fleet.url}/ready", timeout=PATIENCE).status_code == 503
+    assert httpx.get(f"{fleet.url}/ready", timeout=TIMEOUT_S).status_code == 503

@@ -1,4 +1,4 @@
-"""`outrider fleet` without Ray: help, errors of one sentence, and its handling of processes and files."""
+"""`outrider fleet` without Ray: help, one-line errors, service files, tokens, and the processes that it starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SLEEP = (sys.executable, "-c", "import subprocess, sys, time; subprocess.Popen([
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command line of a user without Ray and with an empty home."""
+    """`run(*arguments)`: calls `outrider fleet` as without Ray and with an empty home; returns code, stdout, stderr."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("outrider.protocol.version.find_spec", lambda name: None)
@@ -50,15 +50,15 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
             code = main(["fleet", *arguments])
         except SystemExit as finished:
             code = finished.code if isinstance(finished.code, int) else 1
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return call
 
 
 @pytest.fixture
-def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcess]:
-    """A process with a child that outlives it, as if Ray had been started."""
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcess]:
+    """A process with a child that outlives it, in place of Ray's."""
     monkeypatch.setattr("outrider.fleet.host.STOP_TIMEOUT_SECONDS", 0.5)
     process = subprocess.Popen(SLEEP)
     found = psutil.Process(process.pid)
@@ -159,7 +159,7 @@ def test_paths_in_a_unit_are_absolute(run: Run, tmp_path: Path, monkeypatch: pyt
 
 
 def test_unit_of_a_user_without_an_account_asks_for_user_and_home(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs with a user id of its own."""
+    """As in a container that runs with an arbitrary user id."""
     for variable in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("pwd.getpwuid", dict[int, object]().__getitem__)
@@ -171,14 +171,14 @@ def test_unit_of_a_user_without_an_account_asks_for_user_and_home(run: Run, monk
 
 
 def test_systemd_unit_escapes_the_words_of_its_command() -> None:
-    told = systemd_unit(("/bin/x", "100%", "a b", "$HOME", 'say "hi"'), "ann", "/home/ann")
-    assert 'ExecStart=/bin/x "100%%" "a b" "$$HOME" "say \\"hi\\""\n' in told
+    unit = systemd_unit(("/bin/x", "100%", "a b", "$HOME", 'say "hi"'), "ann", "/home/ann")
+    assert 'ExecStart=/bin/x "100%%" "a b" "$$HOME" "say \\"hi\\""\n' in unit
 
 
 def test_token_file_must_be_readable_only_by_its_owner(tmp_path: Path) -> None:
     file = create_token(tmp_path / "fleet")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(file.read_text()) == 64
-    assert create_token(tmp_path / "fleet").read_text() == file.read_text(), "it is made once"
+    assert create_token(tmp_path / "fleet").read_text() == file.read_text(), "it is created only once"
     file.chmod(0o644)
     with pytest.raises(KeyFault, match="can be read by other users"):
         read_token(tmp_path / "fleet")
@@ -196,41 +196,41 @@ def test_token_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         read_token(tmp_path)
 
 
-def test_only_processes_started_here_are_ended(family: HostProcess) -> None:
-    """With all their children; a process that has the same id but another start time is not ended."""
-    process = family.process()
+def test_only_processes_started_here_are_ended(parent: HostProcess) -> None:
+    """They are ended with all children. A process with the same id but another start time is not ended."""
+    process = parent.process()
     assert process is not None
     own = process.children()
-    end_process(HostProcess(family.head, family.address, family.pid, family.began - 1))
+    end_process(HostProcess(parent.head, parent.address, parent.pid, parent.began - 1))
     assert process.is_running()
-    end_process(family)
-    assert family.process() is None and not psutil.wait_procs(own, 10)[1]
+    end_process(parent)
+    assert parent.process() is None and not psutil.wait_procs(own, 10)[1]
 
 
-def test_a_process_is_known_after_the_clock_was_set(family: HostProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_known_after_the_clock_was_set(parent: HostProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     after = psutil.boot_time() + 3600
     monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: after)  # type: ignore[attr-defined]
-    assert family.process() is not None
+    assert parent.process() is not None
 
 
-def test_running_process_is_found_and_ended_by_a_later_command(family: HostProcess, tmp_path: Path, run: Run) -> None:
+def test_running_process_is_found_and_ended_by_a_later_command(parent: HostProcess, tmp_path: Path, run: Run) -> None:
     host = FleetHost(tmp_path)
     assert host.running() is None
-    host.keep(family)
-    assert host.running() == family
+    host.keep(parent)
+    assert host.running() == parent
     _, _, err = run("down", "--folder", str(tmp_path))
-    assert "This host has left the fleet." in err and host.running() is None and family.process() is None
+    assert "This host has left the fleet." in err and host.running() is None and parent.process() is None
     assert "No fleet runs on this host." in run("down", "--folder", str(tmp_path))[2]
 
 
 def test_head_and_join_are_refused_on_a_host_with_a_running_head(
-    family: HostProcess, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    parent: HostProcess, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.protocol.version.find_spec", lambda name: True)
-    FleetHost(tmp_path).keep(replace(family, head=True))
+    FleetHost(tmp_path).keep(replace(parent, head=True))
     for command in (("head", "--port", "7001"), ("join", "192.0.2.9:6379")):
         code, _, err = run(*command, "--folder", str(tmp_path))
-        assert code == 2 and f"this host is already the head of the fleet at {family.address}" in err
+        assert code == 2 and f"this host is already the head of the fleet at {parent.address}" in err
         assert "run `outrider fleet down` first" in err and len(err.splitlines()) == 1
 
 
@@ -241,30 +241,30 @@ def test_ray_is_private_sends_no_statistics_and_keeps_its_state(
     monkeypatch.setattr(FleetHost, "_start", lambda _, head, address, line, *more: started.append(line))
     host.start_head("10.0.0.1", 6379, Resources(), tmp_path / "token")
     assert {"--dashboard-host=127.0.0.1", "--disable-usage-stats"} <= set(started[0])
-    told = host.environment("10.0.0.1:6379", tmp_path / "token")
-    assert (told["RAY_AUTH_MODE"], told["RAY_AUTH_TOKEN_PATH"]) == ("token", str(tmp_path / "token"))
-    assert (told["RAY_gcs_storage"], told["RAY_USAGE_STATS_ENABLED"]) == ("rocksdb", "0")
-    assert stat.S_IMODE(Path(told["RAY_gcs_storage_path"]).stat().st_mode) == 0o700
+    environment = host.environment("10.0.0.1:6379", tmp_path / "token")
+    assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == ("token", str(tmp_path / "token"))
+    assert (environment["RAY_gcs_storage"], environment["RAY_USAGE_STATS_ENABLED"]) == ("rocksdb", "0")
+    assert stat.S_IMODE(Path(environment["RAY_gcs_storage_path"]).stat().st_mode) == 0o700
 
 
 def test_only_a_restarted_head_at_the_same_address_keeps_its_state(
-    family: HostProcess, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    parent: HostProcess, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, known = FleetHost(tmp_path), tmp_path / "gcs" / "known"
-    monkeypatch.setattr(FleetHost, "_start", lambda *_: family)
+    host, state_file = FleetHost(tmp_path), tmp_path / "gcs" / "known"
+    monkeypatch.setattr(FleetHost, "_start", lambda *_: parent)
 
-    def left(ip: str, begun_at: str = "192.0.2.1:6379") -> bool:
-        known.parent.mkdir(exist_ok=True)
-        known.touch()
-        host.keep(replace(family, head=True, address=begun_at, began=0))  # it has ended
+    def is_state_kept(ip: str, begun_at: str = "192.0.2.1:6379") -> bool:
+        state_file.parent.mkdir(exist_ok=True)
+        state_file.touch()
+        host.keep(replace(parent, head=True, address=begun_at, began=0))  # it has ended
         host.start_head(ip, 6379, Resources(), tmp_path / "token")
-        return known.exists()
+        return state_file.exists()
 
-    assert left("192.0.2.1") and not left("192.0.2.2")
-    assert known.parent.is_dir() and not left("192.0.2.1", "192.0.2.1:7000")
-    host.keep(replace(family, head=True, began=0))
+    assert is_state_kept("192.0.2.1") and not is_state_kept("192.0.2.2")
+    assert state_file.parent.is_dir() and not is_state_kept("192.0.2.1", "192.0.2.1:7000")
+    host.keep(replace(parent, head=True, began=0))
     run("down", "--folder", str(tmp_path))
-    assert not known.parent.exists() and not host.was_head_of("192.0.2.1:6379")
+    assert not state_file.parent.exists() and not host.was_head_of("192.0.2.1:6379")
 
 
 def test_a_port_in_use_is_refused() -> None:

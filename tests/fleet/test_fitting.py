@@ -1,4 +1,4 @@
-"""Resources that no host offers are reported before anything is started."""
+"""A plan that needs resources that no host offers is refused before anything is started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METAL, ANE = Resources(metal=1), Resources(ane=1)
         Placed(needs=Resources(cpu=60, memory="32GiB")),
         Placed(needs=METAL, drafter=DrafterPlan("same-host", ANE)),
         Placed(needs=METAL, drafter=DrafterPlan("other-host", Resources(cpu=4))),
-        Placed(replicas=9, needs=METAL),  # some wait for a host that joins later
+        Placed(replicas=9, needs=METAL),  # engines without a host wait for one that joins later
     ],
 )
 def test_needs_that_hosts_meet_are_accepted(placed: Placed) -> None:

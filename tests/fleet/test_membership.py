@@ -1,4 +1,4 @@
-"""A running head refuses hosts that do not fit in one sentence, and nothing is started."""
+"""Hosts that don't fit the fleet, and plans that can't run, are refused with a one-line error; nothing is started."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = tuple[int, str]
 
 @pytest.fixture
 def folder(hosts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of a user with the fleet's token; the environment is restored afterwards."""
+    """A folder with the fleet's token. The environment is restored afterwards."""
     (tmp_path / "token").write_text("a" * 64)
     (tmp_path / "token").chmod(0o600)
     before = dict(os.environ)
@@ -58,7 +58,7 @@ def call(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Resul
 def test_a_host_with_another_version_does_not_join(
     call: Callable[..., Result], address: str, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, sentence: str
 ) -> None:
-    import outrider.fleet.membership  # noqa: F401  # before anything is replaced
+    import outrider.fleet.membership  # noqa: F401  # imported before a version is replaced
 
     monkeypatch.setattr(name, value)
     code, err = call("join", address)
@@ -91,7 +91,7 @@ def test_an_address_without_a_head_is_refused(call: Callable[..., Result]) -> No
 
 @pytest.fixture
 def at_head(hosts: Any, folder: Path) -> Path:
-    """Makes this process appear to have started the head."""
+    """A folder whose state says that this process has started the head."""
     own = psutil.Process()
     FleetHost(folder).keep(HostProcess(True, hosts.address, own.pid, start_time(own)))
     return folder
@@ -114,11 +114,11 @@ def test_an_ingress_port_in_use_is_refused(at_head: Path) -> None:
 
 
 def last_line(err: str) -> str:
-    """Returns the error's sentence, which follows the lines of progress."""
+    """Returns the last line, the error, which follows the progress."""
     return err.splitlines()[-1]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command line as a user types it."""
+    """Runs `outrider fleet` in a process of its own."""
     line = [sys.executable, "-m", "outrider", "fleet", *arguments]
     return subprocess.run(line, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Placed engines with drafters on other hosts: whatever is killed, the text is the target's own."""
+"""Placed engines with drafters on other hosts: whichever process is killed, the text is the target's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.protocol.keys import make_pair
 from tests.fleet.running_fleet import (
     BODY,
     KEY,
-    PATIENCE,
+    TIMEOUT_S,
     Fleet,
     actor_of,
     drafters_actor_of,
@@ -26,7 +26,7 @@ from tests.fleet.running_fleet import (
     running,
     server_of,
     target_of,
-    until,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
@@ -43,9 +43,9 @@ def fleet(hosts: Any) -> Iterator[Fleet]:
 
 
 @pytest.fixture(autouse=True)
-def whole(fleet: Fleet) -> None:
-    """Waits until everything the previous test killed runs again."""
-    until(lambda: fleet.whole(2), "the fleet is not whole")
+def wait_until_complete(fleet: Fleet) -> None:
+    """Waits until the processes that the previous test killed have been replaced."""
+    wait_until(lambda: fleet.is_complete(2), "not all engines are ready")
 
 
 def test_placed_drafters_join_from_other_hosts_and_their_chains_are_accepted(
@@ -55,22 +55,22 @@ def test_placed_drafters_join_from_other_hosts_and_their_chains_are_accepted(
         workers = [worker for _, one in fleet.stats() for worker in one.workers]
         return [worker.name for worker in workers if worker.role == "draft" and worker.state == "ready"]
 
-    until(lambda: len(drafting()) == 2, "the drafters did not join")
-    where = {place.host for place in fleet.places()}
+    wait_until(lambda: len(drafting()) == 2, "the drafters did not join")
+    where = {place.host for place in fleet.addresses()}
     assert len(where) == 2 and hosts.head_node.node_id not in where
     assert fleet.stream() == expected_text
     _, busiest = max(fleet.stats(), key=lambda one: one[1].finished)
     assert sum(count for name, count in busiest.totals.draft_n_accepted_by.items() if name in drafting()) > 0
 
 
-def test_gate_serves_the_http_api_and_requires_keys(fleet: Fleet, expected_text: str) -> None:
-    refused = httpx.post(f"{fleet.url}/v1/completions", json=BODY, timeout=PATIENCE)
+def test_ingress_serves_the_http_api_and_requires_keys(fleet: Fleet, expected_text: str) -> None:
+    refused = httpx.post(f"{fleet.url}/v1/completions", json=BODY, timeout=TIMEOUT_S)
     assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
     headers = {"x-api-key": KEY}
-    answer = httpx.post(f"{fleet.url}/v1/completions", json=BODY, headers=headers, timeout=PATIENCE)
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=BODY, headers=headers, timeout=TIMEOUT_S)
     assert answer.json()["choices"][0]["text"] == expected_text
-    assert httpx.get(f"{fleet.url}/ready", timeout=PATIENCE).json()["status"] == "ready"
-    assert "outrider:up 1.0" in httpx.get(f"{fleet.url}/metrics", headers=headers, timeout=PATIENCE).text
+    assert httpx.get(f"{fleet.url}/ready", timeout=TIMEOUT_S).json()["status"] == "ready"
+    assert "outrider:up 1.0" in httpx.get(f"{fleet.url}/metrics", headers=headers, timeout=TIMEOUT_S).text
 
 
 def test_status_shows_the_engines_that_answer(fleet: Fleet) -> None:
@@ -87,7 +87,7 @@ def test_status_shows_the_engines_that_answer(fleet: Fleet) -> None:
 
 def test_fleet_is_ready_while_one_of_its_engines_is_replaced(fleet: Fleet) -> None:
     kill(actor_of(fleet.stats()[0][1]))
-    answers = [httpx.get(f"{fleet.url}/ready", timeout=PATIENCE).status_code for _ in range(20)]
+    answers = [httpx.get(f"{fleet.url}/ready", timeout=TIMEOUT_S).status_code for _ in range(20)]
     assert set(answers) == {200}
 
 
@@ -95,12 +95,12 @@ def test_fleet_is_ready_while_one_of_its_engines_is_replaced(fleet: Fleet) -> No
 def test_text_is_unchanged_when_one_of_its_processes_is_killed(
     fleet: Fleet, expected_text: str, victim: Callable[..., psutil.Process]
 ) -> None:
-    assert fleet.stream(lambda: kill(victim(fleet.busy()[1]))) == expected_text
+    assert fleet.stream(lambda: kill(victim(fleet.busy_engine()[1]))) == expected_text
 
 
 def test_text_is_unchanged_when_its_host_is_lost(fleet: Fleet, hosts: Any, expected_text: str) -> None:
     def lose_the_host() -> None:
-        host = fleet.busy()[0].host
+        host = fleet.busy_engine()[0].host
         (lost,) = [node for node in hosts.list_all_nodes() if node.node_id == host]
         hosts.remove_node(lost, allow_graceful=False)
 
@@ -121,10 +121,10 @@ def test_a_request_whose_client_leaves_is_cancelled(fleet: Fleet) -> None:
     asked = {**BODY, "max_tokens": 900, "stream": True}
     with httpx.stream("POST", f"{fleet.url}/v1/completions", json=asked, headers={"x-api-key": KEY}) as answer:
         next(line for line in answer.iter_lines() if line.startswith("data: {") and json.loads(line[6:]))
-    until(lambda: not any(one.active for _, one in fleet.stats()), "the text went on")
+    wait_until(lambda: not any(one.active for _, one in fleet.stats()), "the text went on")
 
 
-def test_lease_is_held_as_long_as_its_gate_lives(fleet: Fleet) -> None:
+def test_lease_is_held_as_long_as_its_ingress_lives(fleet: Fleet) -> None:
     import ray
     from ray import serve
 
@@ -139,15 +139,15 @@ def test_lease_is_held_as_long_as_its_gate_lives(fleet: Fleet) -> None:
         .options(stream=True)
         .lease.remote(IngressKey(make_pair().public, ingress))
     )
-    assert next(lease) in fleet.places()
+    assert next(lease) in fleet.addresses()
     actors = [ray.get_actor(name, NAMESPACE) for name in names if "#placed#" in name]
 
     def leases() -> int:
         return sum(ray.get([actor.get_num_ongoing_requests.remote() for actor in actors]))
 
-    time.sleep(3 * HEALTH_PERIOD_SECONDS)  # engines have looked after it by then
+    time.sleep(3 * HEALTH_PERIOD_SECONDS)  # by then engines have checked whether it is alive
     assert leases() == 1
     processes = psutil.process_iter(["cmdline"])
     (killed,) = [one for one in processes if "ServeReplica:placed:ingress" in "".join(one.info["cmdline"] or ())[:80]]
     kill(killed)
-    until(lambda: leases() == 0, "a lease is left")
+    wait_until(lambda: leases() == 0, "a lease is left")

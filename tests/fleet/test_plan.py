@@ -1,4 +1,4 @@
-"""fleet.yaml is parsed to records, or refused in a sentence with the key and the expected value."""
+"""fleet.yaml is parsed to a plan, or refused with a one-line error that names the key and the expected value."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_api_keys_come_from_the_plan_the_key_file_and_the_environment(file, tmp_
 
 
 def test_relative_paths_are_those_of_the_command_that_reads_the_plan(tmp_path, monkeypatch):
-    """Ray's processes run in the directory in which the head was started."""
+    """Because Ray's processes run in the directory in which the head was started."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     engine = parse_plan({**ONE, "model": "model", "draft_model": "org/name", "engine": {"keys": "keys"}}).engine
@@ -183,5 +183,5 @@ def test_a_drafter_on_another_host_gets_every_setting_that_concerns_it() -> None
     parser = argparse.ArgumentParser()
     worker.add_flags(parser)
     taken = {action.dest for action in parser._actions} & {field.name for field in fields(ServeSettings)}
-    others = {"head", "head_in", "ngram_table", "shards", "colocate", "prefill_backend"}  # of other workers
-    assert set(DRAFTER_SETTINGS) == taken - others - {"keys"}  # it has keys of its own
+    others = {"head", "head_in", "ngram_table", "shards", "colocate", "prefill_backend"}  # for other workers
+    assert set(DRAFTER_SETTINGS) == taken - others - {"keys"}  # it gets its own keys

@@ -1,4 +1,4 @@
-"""The ingress chooses a kind of engine: the least busy one, or that of the session."""
+"""The ingress selects a kind of engine (attached or placed): the least loaded one, or that of the session."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_request_without_a_session_goes_to_the_least_loaded_kind() -> None:
     assert selector.choose("") == 0
 
 
-def test_sessions_are_spread_by_engine_count_and_equally_at_all_gates() -> None:
+def test_sessions_are_spread_by_engine_count_and_equally_at_all_ingresses() -> None:
     kinds = [EngineSelector((2, 1)).choose(name) for name in NAMES]
     assert kinds == [EngineSelector((2, 1)).choose(name) for name in NAMES]
     assert 0 < sum(kinds) < len(NAMES) / 2

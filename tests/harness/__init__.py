@@ -1,7 +1,7 @@
-"""What the tests hold the product to: fuzzers, faults, clients, scripted models, virtual clusters.
+"""Tools for testing Outrider: fuzzers, fault injection, API clients, scripted models, simulated clusters.
 
-Programs among them run from a checkout as `python -m tests.harness.NAME`; not installed. Where they name
-no model they mean the tiny pair.
+Not installed. The programs among them run from a checkout as `python -m tests.harness.NAME`; they test the tiny pair
+unless OUTRIDER_MODEL names another model.
 """
 
 import os

@@ -32,21 +32,21 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
 from outrider.protocol.errors import OutriderError, WorkerError
-from tests.harness.chance import MODES, Sizes, question, subject
-from tests.harness.default_model import default_codec, words
-from tests.harness.random_identity import DIFFERENT, SAME, Judged, count_verdicts, judged
+from tests.harness.default_model import all_prompt_tokens, default_codec
+from tests.harness.random_identity import DIFFERENT, SAME, Comparison, compare_reply, count_verdicts
+from tests.harness.random_requests import MODES, Sizes, draw_prompt, draw_request
 from tests.harness.requests import send, send_all
 
 VICTIMS = (("draft",), ("target",), ("draft", "target"))
 AT_ONCE = 4
 MOST_CHUNKS = 24
-PATIENCE_S = 150.0  # longer than the longest wait for a restart, and a load
-LOOK_S = 0.02
+TIMEOUT_S = 150.0  # longer than the longest wait for a restart, and a load
+POLL_S = 0.02
 WORKER_TIMEOUT = 2
 SIZES = Sizes(prompt=200, text=160)
 
 
-class Growth:
+class ChunkCounter:
     """Counts the chunks of all requests."""
 
     def __init__(self) -> None:
@@ -59,21 +59,21 @@ class Growth:
             self._grown.notify_all()
 
     def wait(self, more: int) -> None:
-        """Waits until `more` chunks have arrived. Raises WorkerError after `PATIENCE_S` seconds."""
+        """Waits until `more` chunks have arrived. Raises WorkerError after `TIMEOUT_S` seconds."""
         with self._grown:
             until = self._count + more
-            if not self._grown.wait_for(lambda: self._count >= until, PATIENCE_S):
-                raise WorkerError(f"no chunk has arrived for {PATIENCE_S:.0f} s")
+            if not self._grown.wait_for(lambda: self._count >= until, TIMEOUT_S):
+                raise WorkerError(f"no chunk has arrived for {TIMEOUT_S:.0f} s")
 
 
 class ClusterFault(Protocol):
-    """A fault that happens to a cluster during requests."""
+    """A fault that can be injected into a cluster during requests."""
 
-    def inject(self, client: Client, growth: Growth) -> FaultEffect:
-        """Waits for its time, causes the fault, and waits until the cluster has recovered.
+    def inject(self, client: Client, chunks: ChunkCounter) -> FaultEffect:
+        """Waits until it is due, causes the fault, and waits until the cluster has recovered.
 
         Raises:
-            WorkerError: it does not recover.
+            WorkerError: the cluster does not recover.
         """
         ...
 
@@ -82,7 +82,7 @@ class ClusterFault(Protocol):
 class FaultEffect:
     """The effect of a fault: seconds until chunks arrived again, and until all workers had returned."""
 
-    strike: ClusterFault
+    fault: ClusterFault
     pause_s: float
     resumed_s: float
 
@@ -98,15 +98,15 @@ class Strike:
     def __str__(self) -> str:
         return f"{self.number.name} {' and '.join(self.roles)}"
 
-    def inject(self, client: Client, growth: Growth) -> FaultEffect:
-        growth.wait(self.after)
+    def inject(self, client: Client, chunks: ChunkCounter) -> FaultEffect:
+        chunks.wait(self.after)
         before = {worker.name: worker.pid for worker in client.stats().workers if worker.role in self.roles}
         for pid in before.values():
             os.kill(pid, self.number)
         began = time.monotonic()
-        _until_ready(client, before)
+        _wait_until_ready(client, before)
         ready = time.monotonic()
-        growth.wait(1)
+        chunks.wait(1)
         return FaultEffect(self, time.monotonic() - began, time.monotonic() - ready)
 
 
@@ -118,56 +118,57 @@ def strikes(count: int, seed: int) -> Iterator[Strike]:
         yield Strike(rng.choice(VICTIMS), number, rng.randint(1, MOST_CHUNKS))
 
 
-def _until_ready(client: Client, before: dict[str, int]) -> None:
+def _wait_until_ready(client: Client, before: dict[str, int]) -> None:
     """Waits until all workers are ready, those named in `before` with new processes. Raises WorkerError."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         workers = client.stats().workers
         if all(worker.state == "ready" and before.get(worker.name) != worker.pid for worker in workers):
             return
-        time.sleep(LOOK_S)
-    raise WorkerError(f"not all workers came back within {PATIENCE_S:.0f} s; stats say {client.stats().workers}")
+        time.sleep(POLL_S)
+    raise WorkerError(f"not all workers came back within {TIMEOUT_S:.0f} s; stats say {client.stats().workers}")
 
 
 class Load:
-    """A continuous load on `client`'s cluster: each text is compared with its text before, alone.
+    """A continuous load on `client`'s cluster. Each text is compared with the one that the same request had before,
+    without concurrent requests.
 
     `cancels`: some requests are cancelled. `waits_ms`: the longest wait for a chunk of each text. `failed`: the errors.
     """
 
     def __init__(self, client: Client, count: int, seed: int, cancels: bool = False) -> None:
-        self._client, self._codec, source = client, default_codec(), words()
-        subjects = [subject(number // len(MODES), seed, source, SIZES) for number in range(count)]
-        questions = [replace(question(n, seed, one), after=0.0) for n, one in enumerate(subjects)]
-        whole = [replace(one, until=None) for one in questions]
-        self._questions = questions if cancels else whole
-        self._alone = list(send_all(client, whole, 1))
+        self._client, self._codec, source = client, default_codec(), all_prompt_tokens()
+        prompts = [draw_prompt(number // len(MODES), seed, source, SIZES) for number in range(count)]
+        requests = [replace(draw_request(n, seed, one), after=0.0) for n, one in enumerate(prompts)]
+        uncancelled = [replace(one, until=None) for one in requests]
+        self._requests = requests if cancels else uncancelled
+        self._references = list(send_all(client, uncancelled, 1))
         self._over = threading.Event()
-        self.growth = Growth()
-        self.found: list[Judged] = []
+        self.chunks = ChunkCounter()
+        self.comparisons: list[Comparison] = []
         self.waits_ms: list[float] = []
         self.failed: list[str] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keeps `AT_ONCE` requests in flight during the block. Afterwards the last ones have ended."""
+        """Keeps `AT_ONCE` requests in flight during the block, and then waits for the last ones."""
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            asking = [threads.submit(self._ask_on, number) for number in range(AT_ONCE)]
+            senders = [threads.submit(self._send_repeatedly, number) for number in range(AT_ONCE)]
             try:
                 yield
             finally:
                 self._over.set()
-        for one in asking:
+        for one in senders:
             one.result()
 
-    def _ask_on(self, number: int) -> None:
+    def _send_repeatedly(self, number: int) -> None:
         while not self._over.is_set():
-            at = number % len(self._questions)
-            asked, alone = self._questions[at], self._alone[at]
+            at = number % len(self._requests)
+            request, reference = self._requests[at], self._references[at]
             try:
-                reply = send(self._client, asked, self.growth.record)
+                reply = send(self._client, request, self.chunks.record)
                 self.waits_ms.append(max(reply.gaps_ms, default=0.0))
-                self.found.append(judged(number, AT_ONCE, asked, reply, alone, self._codec))
+                self.comparisons.append(compare_reply(number, AT_ONCE, request, reply, reference, self._codec))
             except OutriderError as error:
                 self.failed.append(f"request {number}: {type(error).__name__}: {error}")
             number += AT_ONCE
@@ -176,15 +177,15 @@ class Load:
 class ChaosRun(Load):
     """A load with faults."""
 
-    strikes: list[FaultEffect]
+    effects: list[FaultEffect]
 
     def run(self, planned: Sequence[ClusterFault], screen: Screen) -> None:
         """Causes the faults. Raises WorkerError if the cluster does not recover."""
-        self.strikes = []
+        self.effects = []
         with self.running():
-            for number, strike in enumerate(planned):
-                screen.show(f"strike {number + 1} of {len(planned)}: {strike}; {len(self.found)} texts")
-                self.strikes.append(strike.inject(self._client, self.growth))
+            for number, fault in enumerate(planned):
+                screen.show(f"fault {number + 1} of {len(planned)}: {fault}; {len(self.comparisons)} texts")
+                self.effects.append(fault.inject(self._client, self.chunks))
 
 
 def run_and_report(
@@ -197,19 +198,19 @@ def run_and_report(
     except OutriderError as error:
         failed.append(f"{type(error).__name__}: {error}")
     screen.clear()
-    print("\n".join([*(str(one) for one in chaos_run.found if one.verdict != SAME), report(chaos_run), *failed]))
-    return int(bool(failed) or any(one.verdict == DIFFERENT for one in chaos_run.found))
+    print("\n".join([*(str(one) for one in chaos_run.comparisons if one.verdict != SAME), report(chaos_run), *failed]))
+    return int(bool(failed) or any(one.verdict == DIFFERENT for one in chaos_run.comparisons))
 
 
 def report(chaos_run: ChaosRun) -> str:
     """Returns a summary of a few lines."""
-    found, hit = chaos_run.found, chaos_run.strikes
-    lines = [f"{len(hit)} strikes, {len(found)} texts: {count_verdicts(found)}"]
-    for strike in sorted({name for one in hit if "target" in (name := str(one.strike))}):
-        these = [one for one in hit if str(one.strike) == strike]
+    found, effects = chaos_run.comparisons, chaos_run.effects
+    lines = [f"{len(effects)} strikes, {len(found)} texts: {count_verdicts(found)}"]
+    for fault in sorted({name for one in effects if "target" in (name := str(one.fault))}):
+        these = [one for one in effects if str(one.fault) == fault]
         pauses, resumed = [one.pause_s for one in these], [one.resumed_s for one in these]
         lines.append(
-            f"{strike}: {len(these)} times, no chunk for {statistics.median(pauses):.1f} s (median),"
+            f"{fault}: {len(these)} times, no chunk for {statistics.median(pauses):.1f} s (median),"
             f" {max(pauses):.1f} s (longest); all workers back after {max(resumed):.1f} s (longest)"
         )
     return "\n".join(lines)
@@ -226,7 +227,7 @@ def run(options: argparse.Namespace) -> int:
     texts, screen = values.check_int("texts", options.texts, AT_ONCE, 10_000), Screen()
     with LocalCluster(progress=screen.show, max_active=AT_ONCE, worker_timeout=WORKER_TIMEOUT) as cluster:
         screen.show("undisturbed texts")
-        chaos_run = ChaosRun(cluster.client(timeout=PATIENCE_S), texts, options.seed)
+        chaos_run = ChaosRun(cluster.client(timeout=TIMEOUT_S), texts, options.seed)
         return run_and_report(chaos_run, planned, screen, report)
 
 

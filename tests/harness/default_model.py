@@ -1,4 +1,4 @@
-"""The tokens of the model under test, which is the tiny one unless $OUTRIDER_MODEL names another."""
+"""The prompts and the tokenizer of the model under test: the tiny one, unless $OUTRIDER_MODEL names another."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model_folder() -> Path:
     return find_model(default_model()[0]).folder
 
 
-def mixed(count: int | None, kinds: Sequence[str] = TINY_CLASSES) -> list[Prompt]:
+def mixed_prompts(count: int | None, kinds: Sequence[str] = TINY_CLASSES) -> list[Prompt]:
     """Returns `count` prompts (None: all), taking the classes in turn.
 
     Raises:
@@ -59,10 +59,10 @@ def mixed(count: int | None, kinds: Sequence[str] = TINY_CLASSES) -> list[Prompt
 
 
 def mixed_tokens(count: int) -> list[tuple[int, ...]]:
-    """Prompts of all classes in turn. Raises InvalidRequest like `mixed`."""
-    return [default_codec().encode(prompt.text) for prompt in mixed(count)]
+    """Returns the tokens of `count` prompts. Raises InvalidRequest like `mixed_prompts`."""
+    return [default_codec().encode(prompt.text) for prompt in mixed_prompts(count)]
 
 
-def words() -> tuple[int, ...]:
-    """All prompts in one text."""
-    return default_codec().encode("\n".join(prompt.text for prompt in mixed(None)))
+def all_prompt_tokens() -> tuple[int, ...]:
+    """Returns the tokens of all prompts, joined to one text."""
+    return default_codec().encode("\n".join(prompt.text for prompt in mixed_prompts(None)))

@@ -1,7 +1,7 @@
-"""Random faults of a cluster, one at a time: workers die or stop, unknown peers send frames, clients vanish or do not
-read.
+"""Injects random faults into a cluster, one at a time: workers are killed or suspended, unknown peers send invalid
+frames, clients disconnect or do not read.
 
-A fault ends when its method returns; the cluster's recovery may take longer.
+A fault is over when its method returns; the cluster's recovery may take longer.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from outrider.protocol.endpoints import Ipc, parse_endpoint
 from outrider.protocol.messages import Cancel, Generate, Shutdown, StatsQuery
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import INCARNATION_BITS
-from tests.harness.fuzz.honest_workers import Peer, drafter
+from tests.harness.fuzz.fake_workers import Peer, drafter_answers
 from tests.harness.fuzz.mutation import Mutator
 
 FRAMES, CLIENTS, BYTES = 400, 20, 4000
-BRIEF_S, UNREAD_S = 0.3, 2.0
-STARTED = ("target-0", "draft-0")
+SHORT_STOP_S, UNREAD_WAIT_S = 0.3, 2.0
+STARTED_WORKERS = ("target-0", "draft-0")
 ROLES = (("draft",), ("target",), ("draft", "target"))
 
 
 class Faults:
-    """Causes faults of one cluster; `happened` counts them by name."""
+    """Causes faults of one cluster. `counts`: the number of faults by name."""
 
     def __init__(self, cluster: LocalCluster, rng: random.Random) -> None:
-        self.happened: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._cluster, self._rng = cluster, rng
         self._client = cluster.client()
-        self._asked = Mutator(rng, ["Generate", "Generate", "Cancel", "StatsQuery", *MESSAGES])
-        self._asked.show(Generate("q", "def ", None, SamplingParams(max_tokens=4)))
-        self._asked.show(Cancel("q"))
-        self._asked.show(StatsQuery("q"))
-        self._worked = Mutator(rng, list(MESSAGES))
+        self._client_frames = Mutator(rng, ["Generate", "Generate", "Cancel", "StatsQuery", *MESSAGES])
+        self._client_frames.show(Generate("q", "def ", None, SamplingParams(max_tokens=4)))
+        self._client_frames.show(Cancel("q"))
+        self._client_frames.show(StatsQuery("q"))
+        self._worker_frames = Mutator(rng, list(MESSAGES))
 
-    def one(self) -> str:
+    def inject_random(self) -> str:
         """Causes a random fault, and returns its name."""
         kinds: list[Callable[[], None]] = [
             *(self._kills, self._stops, self._stops_briefly, self._clients_garbage, self._workers_garbage),
@@ -55,7 +55,7 @@ class Faults:
         fault = self._rng.choice(kinds)
         fault()
         name = fault.__name__.strip("_").replace("_", " ")
-        self.happened[name] += 1
+        self.counts[name] += 1
         return name
 
     def _kills(self) -> None:
@@ -66,36 +66,36 @@ class Faults:
 
     def _stops_briefly(self) -> None:
         stopped = self._signal(signal.SIGSTOP)
-        time.sleep(BRIEF_S)
+        time.sleep(SHORT_STOP_S)
         for pid in stopped:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
-    def _signal(self, number: signal.Signals) -> list[int]:
+    def _signal(self, signum: signal.Signals) -> list[int]:
         roles = self._rng.choice(ROLES)
         workers = self._client.stats().workers
-        # Only running workers of this cluster: another process may have the id of a dead one.
-        own = [worker for worker in workers if worker.name in STARTED and worker.state == "ready"]
+        # Only running workers of this cluster, because a dead worker's process id may have been reused.
+        own = [worker for worker in workers if worker.name in STARTED_WORKERS and worker.state == "ready"]
         pids = [worker.pid for worker in own if worker.role in roles]
         for pid in pids:
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signum)
         return pids
 
     def _clients_garbage(self) -> None:
         with self._dealer(self._cluster.endpoint) as dealer:
             for _ in range(FRAMES):
-                dealer.send_multipart(self._asked.frames() or [b""])
+                dealer.send_multipart(self._client_frames.frames() or [b""])
                 while dealer.poll(0):
                     dealer.recv_multipart()
 
     def _workers_garbage(self) -> None:
         with self._dealer(self._cluster.workers_endpoint) as dealer:
             for _ in range(FRAMES):
-                dealer.send_multipart(self._worked.frames() or [b""])
+                dealer.send_multipart(self._worker_frames.frames() or [b""])
 
     def _a_malicious_drafter_joins(self) -> None:
-        """A drafter joins and sends invalid messages until it is dismissed or has sent all."""
+        """A drafter joins and sends invalid messages until it is disconnected or has sent `FRAMES` of them."""
         context: zmq.Context[Any] = zmq.Context()
         peer = Peer(context, self._cluster.workers_endpoint, "draft", self._rng.getrandbits(INCARNATION_BITS))
         peer.hello()
@@ -103,33 +103,33 @@ class Faults:
             for message in peer.received():
                 if isinstance(message, Shutdown):
                     break
-                self._worked.show(message, *drafter(message))
-            peer.send_frames(self._worked.frames(), self._rng.random() < 0.1)
-            time.sleep(BRIEF_S / FRAMES)
+                self._worker_frames.show(message, *drafter_answers(message))
+            peer.send_frames(self._worker_frames.frames(), self._rng.random() < 0.1)
+            time.sleep(SHORT_STOP_S / FRAMES)
         peer.close()
         context.destroy(linger=0)
 
     def _bytes(self) -> None:
         """Sends raw bytes to the clients' socket, below ZeroMQ."""
-        where = parse_endpoint(self._cluster.endpoint)
-        if isinstance(where, Ipc):
-            with socket.socket(socket.AF_UNIX) as line, suppress(OSError):
-                line.connect(where.path)
-                line.sendall(self._rng.randbytes(self._rng.randrange(BYTES)))
+        endpoint = parse_endpoint(self._cluster.endpoint)
+        if isinstance(endpoint, Ipc):
+            with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
+                connection.connect(endpoint.path)
+                connection.sendall(self._rng.randbytes(self._rng.randrange(BYTES)))
 
     def _clients_vanish(self) -> None:
         for number in range(CLIENTS):
             with self._dealer(self._cluster.endpoint) as dealer:
-                words = Generate(f"gone {number}", "def ", None, SamplingParams(max_tokens=50))
-                dealer.send_multipart(encode(words))
+                request = Generate(f"gone {number}", "def ", None, SamplingParams(max_tokens=50))
+                dealer.send_multipart(encode(request))
                 dealer.poll(self._rng.choice((0, 30)))
 
     def _a_client_does_not_read(self) -> None:
         with self._dealer(self._cluster.endpoint) as dealer:
             for number in range(CLIENTS):
-                words = Generate(f"unread {number}", "def ", None, SamplingParams(max_tokens=50))
-                dealer.send_multipart(encode(words))
-            time.sleep(UNREAD_S)
+                request = Generate(f"unread {number}", "def ", None, SamplingParams(max_tokens=50))
+                dealer.send_multipart(encode(request))
+            time.sleep(UNREAD_WAIT_S)
 
     @contextmanager
     def _dealer(self, endpoint: str) -> Iterator[zmq.Socket[bytes]]:

@@ -5,7 +5,7 @@
 
 The sockets are `workers` and `clients` (the orchestrator's), `target` and `drafter` (a worker's, with a malicious
 orchestrator), and `wire` (raw bytes below ZeroMQ, at the clients' socket on TCP). Everything behind a socket is real,
-except models and processes; `tests.harness.mixed` sends such frames to a whole server.
+except models and processes; `tests.harness.soak_with_faults` sends such frames to a whole server.
 Prints a line for each twentieth of the frames. The exit code is 1 if something crashed or hung, an honest request was
 disturbed, or memory or open files have grown since the first fifth.
 """
@@ -28,7 +28,7 @@ from tests.harness.fuzz.fuzz_target import FuzzFailure, FuzzTarget
 from tests.harness.fuzz.wire import WireFuzz
 from tests.harness.fuzz.worker import WorkerFuzz
 from tests.harness.fuzz.workers_socket import WorkersSocketFuzz
-from tests.harness.soak import EXTRA_FILES, GROWTH, held
+from tests.harness.soak import EXTRA_FILES, GROWTH, memory_and_files
 
 TARGETS: dict[str, Callable[[random.Random], FuzzTarget]] = {
     "workers": WorkersSocketFuzz,
@@ -42,35 +42,36 @@ PARTS = 20
 TIMEOUT_S = 600
 
 
-def held_here() -> tuple[int, int]:
+def own_memory_and_files() -> tuple[int, int]:
     """Returns the memory in bytes and the open files of this process."""
     gc.collect()
-    return held(os.getpid())
+    return memory_and_files(os.getpid())
 
 
-def fuzz(name: str, frames: int, seed: int, tell: Callable[[str], None]) -> bool:
-    """Returns whether a socket withstands this many frames."""
-    fuzzed = TARGETS[name](random.Random(f"{name} {seed}"))
+def fuzz(name: str, frames: int, seed: int, log: Callable[[str], None]) -> bool:
+    """Fuzzes a socket with this many frames. Returns whether it withstood them."""
+    target = TARGETS[name](random.Random(f"{name} {seed}"))
     began, early = time.monotonic(), (0, 0)
     try:
         for number in range(0, frames, BATCH):
             faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
             for _ in range(min(BATCH, frames - number)):
-                fuzzed.send_broken()
-            fuzzed.settle()
+                target.send_broken()
+            target.settle()
             if (number + BATCH) * 5 >= frames and early == (0, 0):
-                early = held_here()
+                early = own_memory_and_files()
             if number * PARTS // frames != (number + BATCH) * PARTS // frames:
                 seconds = time.monotonic() - began
-                tell(f"{name}: {number + BATCH:,} frames in {seconds:.0f} s; {fuzzed.summary()}; {held_here()}")
-        memory, files = held_here()
+                used = own_memory_and_files()
+                log(f"{name}: {number + BATCH:,} frames in {seconds:.0f} s; {target.summary()}; {used}")
+        memory, files = own_memory_and_files()
     except FuzzFailure as broken:
-        tell(f"{name}: {broken}")
+        log(f"{name}: {broken}")
         return False
     finally:
         faulthandler.cancel_dump_traceback_later()
-        fuzzed.close()
-    tell(f"{name}: {frames:,} frames, memory times {memory / early[0]:.3f}, open files {early[1]} and {files}")
+        target.close()
+    log(f"{name}: {frames:,} frames, memory times {memory / early[0]:.3f}, open files {early[1]} and {files}")
     return memory <= GROWTH * early[0] and files <= early[1] + EXTRA_FILES
 
 
@@ -85,8 +86,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     frames = values.check_int("frames", options.frames, BATCH, 1_000_000_000)
     names = list(TARGETS) if options.socket == "all" else [options.socket]
-    stood = [fuzz(name, frames, options.seed, lambda told: print(told, flush=True)) for name in names]
-    return int(not all(stood))
+    passed = [fuzz(name, frames, options.seed, lambda line: print(line, flush=True)) for name in names]
+    return int(not all(passed))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ from tests.harness.scripted_model import END, write_scripted
 from tools.web.site import Site, run_site
 
 GROWTH = 1.05
-CONTEXT = 192
-ANSWER_S = 30
-WORDS = 12_000
+CONTEXT_LENGTH = 192
+TIMEOUT_S = 30
+CACHE_WORDS = 12_000
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -58,10 +58,10 @@ negative_data_rejection.expected-statuses = ["400", "401", "404", "405", "413", 
 
 @dataclass(slots=True)
 class Tally:
-    """The results of the parts so far. `faults`: schemathesis's findings."""
+    """The results so far. `findings`: schemathesis's reports. `early`: the server's memory after a fifth, in bytes."""
 
     statuses: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
     early: int = 0
 
     @property
@@ -73,8 +73,8 @@ class Tally:
         return f"{self.count} requests, {', '.join(by_status)}"
 
 
-def with_context(model: Path, tokens: int) -> Path:
-    """Returns the model with another context length, which ends endless texts."""
+def set_context_length(model: Path, tokens: int) -> Path:
+    """Sets a model's context length, which ends its endless texts, and returns the model."""
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": tokens}))
     return model
@@ -87,35 +87,35 @@ def fuzz(url: str, folder: Path, seed: int, each: int, phases: str) -> list[str]
     ended = subprocess.run(
         python("-m", "schemathesis.cli", "--config-file", str(folder / "schemathesis.toml"), "run",
                f"{url}/openapi.json", "--seed", str(seed), "--max-examples", str(each), "--phases", phases,
-               "--checks", ",".join(CHECKS), "--request-timeout", str(ANSWER_S), "--suppress-health-check", "all",
+               "--checks", ",".join(CHECKS), "--request-timeout", str(TIMEOUT_S), "--suppress-health-check", "all",
                "--continue-on-failure", "--no-shrink", "--generation-database", "none", "--output-sanitize", "false",
                "--no-color", "--report", "json", "--report-json-path", str(report)),
         env=child_environment(), cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    told: dict[str, Any] = json.loads(report.read_text()) if report.is_file() else {}
-    if told.get("failures") == [] and told.get("errors") == [] and told.get("complete"):
+    parsed: dict[str, Any] = json.loads(report.read_text()) if report.is_file() else {}
+    if parsed.get("failures") == [] and parsed.get("errors") == [] and parsed.get("complete"):
         return []
     return [f"seed {seed}: {ended.stdout}{ended.stderr}"]
 
 
-def fill(url: str) -> None:
+def fill_tokenizer_cache(url: str) -> None:
     """Fills the tokenizer's cache of 10,000 words, so that it does not count as growth."""
-    words = END.join(f"a word of its own: {number}" for number in range(WORDS))
-    asked = Request(f"{url}/tokenize", json.dumps({"content": words}).encode(), {"content-type": "application/json"})
-    with urlopen(asked, timeout=ANSWER_S) as answer:
+    words = END.join(f"a word of its own: {number}" for number in range(CACHE_WORDS))
+    request = Request(f"{url}/tokenize", json.dumps({"content": words}).encode(), {"content-type": "application/json"})
+    with urlopen(request, timeout=TIMEOUT_S) as answer:
         answer.read()
 
 
-def statuses(where: Site) -> Counter[str]:
+def statuses(site: Site) -> Counter[str]:
     """Returns the server's counts of all answers by status."""
-    with urlopen(f"{where.url}/metrics", timeout=ANSWER_S) as answer:
+    with urlopen(f"{site.url}/metrics", timeout=TIMEOUT_S) as answer:
         families = text_string_to_metric_families(answer.read().decode())
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for family in families:
         for sample in family.samples:
             if sample.name == "outrider:http_requests_total":
-                found[sample.labels["status"]] += int(sample.value)
-    return found
+                counts[sample.labels["status"]] += int(sample.value)
+    return counts
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -131,38 +131,42 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    wanted = values.check_int("requests", options.requests, 1, 10**9)
+    count = values.check_int("requests", options.requests, 1, 10**9)
     at_once = values.check_int("at-once", options.at_once, 1, 64)
     tally, seed = Tally(), options.seed
     with TemporaryDirectory() as name, ThreadPoolExecutor(at_once) as threads:
         folder = Path(name)
-        model = find_model(str(with_context(write_scripted(folder / "model"), CONTEXT)))
+        model = find_model(str(set_context_length(write_scripted(folder / "model"), CONTEXT_LENGTH)))
         with (
             LocalCluster(model=model.folder, draft_model=model.folder, memory=False) as cluster,
-            run_site(cluster, model) as where,
+            run_site(cluster, model) as site,
         ):
-            pid = where.process.pid
-            fill(where.url)
+            pid = site.process.pid
+            fill_tokenizer_cache(site.url)
 
             def part(seed: int) -> list[str]:
                 phases = "coverage,fuzzing,stateful" if seed == options.seed else "fuzzing"
                 with TemporaryDirectory() as own:
-                    return fuzz(where.url, Path(own), seed, options.each, phases)
+                    return fuzz(site.url, Path(own), seed, options.each, phases)
 
-            while tally.count < wanted:
-                found = [fault for faults in threads.map(part, range(seed, seed + at_once)) for fault in faults]
+            while tally.count < count:
+                new_findings = [
+                    fault for findings in threads.map(part, range(seed, seed + at_once)) for fault in findings
+                ]
                 seed += at_once
-                where.process.check()
-                tally.faults += found
-                tally.statuses = statuses(where)
-                if not tally.early and tally.count >= wanted / 5:
-                    tally.early = where.resident
-                print(f"before seed {seed}: {tally}; {where.resident / 2**20:.1f} MiB", *found, sep="\n", flush=True)
-            grown = where.resident / tally.early
-            same = where.process.pid == pid
-    lost = "" if same else ", and its process was LOST"
-    print(f"{tally.count} requests, {len(tally.faults)} parts with faults, memory times {grown:.3f}{lost}")
-    return int(bool(tally.faults) or not same or grown > GROWTH)
+                site.process.check()
+                tally.findings += new_findings
+                tally.statuses = statuses(site)
+                if not tally.early and tally.count >= count / 5:
+                    tally.early = site.resident
+                print(
+                    f"before seed {seed}: {tally}; {site.resident / 2**20:.1f} MiB", *new_findings, sep="\n", flush=True
+                )
+            growth = site.resident / tally.early
+            same_process = site.process.pid == pid
+    lost = "" if same_process else ", and its process was LOST"
+    print(f"{tally.count} requests, {len(tally.findings)} parts with faults, memory times {growth:.3f}{lost}")
+    return int(bool(tally.findings) or not same_process or growth > GROWTH)
 
 
 if __name__ == "__main__":

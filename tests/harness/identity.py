@@ -35,21 +35,21 @@ from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.default_model import Prompt, default_codec, mixed
+from tests.harness.default_model import Prompt, default_codec, mixed_prompts
 from tests.harness.requests import TimedRequest, send_all
 
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Arm:
     """A mode with its K and B; None: the server's."""
 
     mode: str
     depth: int | None = None
     branches: int | None = None
 
-    def asked(self, case: Case) -> TimedRequest:
+    def request(self, case: Case) -> TimedRequest:
         return TimedRequest(case.tokens, case.params, self.mode, num_draft_tokens=self.depth, branches=self.branches)
 
     def __str__(self) -> str:
@@ -57,23 +57,23 @@ class Way:
         return " ".join([self.mode, *marks])
 
 
-AR = Way("ar")
-SD3, SSD3, SSD6, AUTO = Way("sd", 3), Way("ssd", 3, 12), Way("ssd", 6, 24), Way("auto")
-CLUSTERS: dict[str, tuple[dict[str, Any], tuple[Way, ...]]] = {
+AR = Arm("ar")
+SD3, SSD3, SSD6, AUTO = Arm("sd", 3), Arm("ssd", 3, 12), Arm("ssd", 6, 24), Arm("auto")
+CLUSTERS: dict[str, tuple[dict[str, Any], tuple[Arm, ...]]] = {
     "best-first": ({}, (
         AR,
-        Way("sd", 1), SD3, Way("sd", 6),
-        Way("ssd", 1, 4), Way("ssd", 1, 12), Way("ssd", 3, 4), SSD3, Way("ssd", 3, 24), Way("ssd", 6, 4), SSD6,
+        Arm("sd", 1), SD3, Arm("sd", 6),
+        Arm("ssd", 1, 4), Arm("ssd", 1, 12), Arm("ssd", 3, 4), SSD3, Arm("ssd", 3, 24), Arm("ssd", 6, 4), SSD6,
         AUTO,
     )),
-    "geometric": ({"fan_out": "geometric"}, (Way("ssd", 1, 4), SSD3, SSD6)),
-    "uniform": ({"fan_out": "uniform"}, (Way("ssd", 1, 4), SSD3, SSD6)),
+    "geometric": ({"fan_out": "geometric"}, (Arm("ssd", 1, 4), SSD3, SSD6)),
+    "uniform": ({"fan_out": "uniform"}, (Arm("ssd", 1, 4), SSD3, SSD6)),
     "full depth": ({"branch_depth": "full"}, (SSD3,)),
     "model alone": ({"ngrams": False}, (SD3, SSD3, SSD6)),
-    "n-gram alone": ({"draft_backend": "ngram"}, (SD3, Way("ssd", 6), AUTO)),
+    "n-gram alone": ({"draft_backend": "ngram"}, (SD3, Arm("ssd", 6), AUTO)),
     "random draft": ({}, (SD3, SSD3, AUTO)),
 }  # fmt: skip
-"""The clusters: their settings, and the ways that run on each."""
+"""The clusters: their settings, and the modes to run on each."""
 SAMPLINGS = {
     "T=0": SamplingParams(),
     "T=0.7": SamplingParams(temp=0.7, top_p=0.95, repetition_penalty=1.1),
@@ -83,7 +83,7 @@ SAMPLINGS = {
 
 @dataclass(slots=True)
 class Tally:
-    """Counts how one way's texts compare with the reference."""
+    """Counts how the texts of one mode compare with the reference."""
 
     same: int = 0
     ties: int = 0
@@ -94,11 +94,11 @@ class Tally:
         return ", ".join(parts + [f"{len(self.different)} DIFFERENT"] * bool(self.different))
 
 
-class Judge:
+class IdentityCheck:
     """Keeps the reference texts, compares others with them, and replays differing ones through the target."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._reference: dict[tuple[str, str], tuple[int, ...]] = {}
         self.tallies: dict[tuple[str, str], Tally] = {}
 
@@ -108,7 +108,7 @@ class Judge:
         if tuple(tokens) == expected:
             tally.same += 1
             return
-        report = certify(TINY_TARGET, case.tokens, tokens, case.params, self._tell)
+        report = certify(TINY_TARGET, case.tokens, tokens, case.params, self._progress)
         if report.holds and len(tokens) == len(expected):
             tally.ties += 1
         else:
@@ -131,53 +131,60 @@ def cases(prompts: Sequence[Prompt], sampling: str, length: int) -> list[Case]:
 
 
 @contextmanager
-def cluster(name: str, at_once: int, tell: Tell) -> Iterator[Client]:
+def cluster(name: str, at_once: int, progress: Progress) -> Iterator[Client]:
     with tempfile.TemporaryDirectory() as folder:
         settings = {"max_active": at_once, **CLUSTERS[name][0]}
         if name == "random draft":
-            settings |= {"model": str(TINY_TARGET), "draft_model": str(scrambled(TINY_DRAFT, Path(folder)))}
-        with LocalCluster(progress=tell, **settings) as running:
+            settings |= {"model": str(TINY_TARGET), "draft_model": str(write_scrambled(TINY_DRAFT, Path(folder)))}
+        with LocalCluster(progress=progress, **settings) as running:
             yield running.client()
 
 
-def judge_all(
-    prompts: Sequence[Prompt], length: int, clusters: Sequence[str], samplings: Sequence[str], at_once: int, tell: Tell
-) -> Judge:
-    """Runs all ways of these clusters with `at_once` concurrent requests; the first way of the first is the
-    reference."""
-    judge = Judge(tell)
+def check_all(
+    prompts: Sequence[Prompt],
+    length: int,
+    clusters: Sequence[str],
+    samplings: Sequence[str],
+    at_once: int,
+    progress: Progress,
+) -> IdentityCheck:
+    """Runs all modes of these clusters with `at_once` concurrent requests.
+
+    The first mode of the first cluster gives the reference texts, one request at a time.
+    """
+    check = IdentityCheck(progress)
     for name in clusters:
-        with cluster(name, at_once, tell) as client:
+        with cluster(name, at_once, progress) as client:
             for sampling in samplings:
-                for number, way in enumerate(CLUSTERS[name][1]):
-                    tell(f"{name}, {way}, {sampling}")
+                for number, arm in enumerate(CLUSTERS[name][1]):
+                    progress(f"{name}, {arm}, {sampling}")
                     alone = name == clusters[0] and number == 0
                     asked = cases(prompts, sampling, length)
-                    replies = send_all(client, [way.asked(case) for case in asked], 1 if alone else at_once)
+                    replies = send_all(client, [arm.request(case) for case in asked], 1 if alone else at_once)
                     for case, reply in zip(asked, replies, strict=True):
-                        judge.compare(f"{name}: {way}", sampling, case, reply.token_ids)
+                        check.compare(f"{name}: {arm}", sampling, case, reply.token_ids)
     if "T=0" in samplings:
-        compare_peer(judge, cases(prompts, "T=0", length), tell)
-    return judge
+        compare_peer(check, cases(prompts, "T=0", length), progress)
+    return check
 
 
-def compare_peer(judge: Judge, greedy: Sequence[Case], tell: Tell) -> None:
+def compare_peer(check: IdentityCheck, greedy: Sequence[Case], progress: Progress) -> None:
     with mlx_lm(choose_pair(ServeSettings()).settings) as peer:
         for case in greedy:
-            tell(f"mlx-lm: {case.prompt.name}")
+            progress(f"mlx-lm: {case.prompt.name}")
             tokens = peer.run(case.tokens, case.params, num_draft_tokens=0).tokens
-            judge.compare("mlx-lm: plain decoding", "T=0", case, tokens)
+            check.compare("mlx-lm: plain decoding", "T=0", case, tokens)
 
 
-def table(judge: Judge) -> str:
-    rows = list(dict.fromkeys(row for row, _ in judge.tallies))
-    cells = [[row, *(str(judge.tallies.get((row, sampling), "-")) for sampling in SAMPLINGS)] for row in rows]
+def table(check: IdentityCheck) -> str:
+    rows = list(dict.fromkeys(row for row, _ in check.tallies))
+    cells = [[row, *(str(check.tallies.get((row, sampling), "-")) for sampling in SAMPLINGS)] for row in rows]
     cells.insert(0, ["", *SAMPLINGS])
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
-def scrambled(model: Path, folder: Path, seed: int = 0) -> Path:
+def write_scrambled(model: Path, folder: Path, seed: int = 0) -> Path:
     """Writes a useless draft to `folder`, and returns it: `model`'s weights, shuffled within each tensor.
 
     Norms are kept, so that logits keep their size.
@@ -204,13 +211,18 @@ def run(options: argparse.Namespace) -> int:
     if not 1 <= options.tokens <= 600:
         raise InvalidRequest(f"tokens is {options.tokens}; expected 1 to 600, the pair's context being 1,024")
     screen = Screen()
-    judge = judge_all(
-        mixed(options.prompts), options.tokens, options.clusters, options.samplings, options.at_once, screen.show
+    check = check_all(
+        mixed_prompts(options.prompts),
+        options.tokens,
+        options.clusters,
+        options.samplings,
+        options.at_once,
+        screen.show,
     )
     screen.clear()
-    print(table(judge))
-    different = [line for tally in judge.tallies.values() for line in tally.different]
-    print("\n".join(different) or f"No difference in {sum(t.same + t.ties for t in judge.tallies.values())} texts.")
+    print(table(check))
+    different = [line for tally in check.tallies.values() for line in tally.different]
+    print("\n".join(different) or f"No difference in {sum(t.same + t.ties for t in check.tallies.values())} texts.")
     return 1 if different else 0
 
 

@@ -302,5 +302,5 @@ def _widened(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def open_runtime(package: Package) -> NumpyRuntime:
-    """Returns the interpreter in Core ML's place: see `runtimes.STAND_IN`."""
+    """Returns the interpreter in Core ML's place: see `runtimes.STAND_IN_VARIABLE`."""
     return NumpyRuntime(package.path)

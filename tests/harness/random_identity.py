@@ -26,8 +26,8 @@ from outrider.orchestrator.client.client import BaseClient
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol import values
-from tests.harness.chance import MODES, Sizes, question, subject
-from tests.harness.default_model import default_codec, model_folder, words
+from tests.harness.default_model import all_prompt_tokens, default_codec, model_folder
+from tests.harness.random_requests import MODES, Sizes, draw_prompt, draw_request
 from tests.harness.requests import FullReply, TimedRequest, send, send_all
 
 # Requests per block, after which a line is printed.
@@ -38,23 +38,26 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """The verdict on a request with `at_once` concurrent ones, compared with its text alone; `why` they differ."""
+class Comparison:
+    """The comparison of a request's text, generated with `at_once` concurrent requests, with its text alone.
+
+    `why`: the difference.
+    """
 
     number: int
     at_once: int
-    question: TimedRequest
+    request: TimedRequest
     verdict: str
     why: str = ""
 
     def __str__(self) -> str:
-        asked, params = self.question, self.question.sampling
+        asked, params = self.request, self.request.sampling
         how = f"{asked.mode}, {self.at_once} at once, a prompt of {len(asked.tokens)} tokens, T = {params.temp:g}"
         return f"{self.verdict}: request {self.number}, {how}: {self.why}"
 
 
-def compared(question: TimedRequest, reply: FullReply, alone: FullReply) -> str:
-    """Returns how a reply differs from the one alone, or an empty string."""
+def describe_difference(request: TimedRequest, reply: FullReply, alone: FullReply) -> str:
+    """Describes how a reply differs from the reply without concurrent requests; returns "" if it does not."""
     count = len(reply.token_ids)
     if reply.token_ids != (alone.token_ids[:count] if reply.cancelled else alone.token_ids):
         pairs = enumerate(zip(reply.token_ids, alone.token_ids, strict=False))
@@ -65,25 +68,23 @@ def compared(question: TimedRequest, reply: FullReply, alone: FullReply) -> str:
     return "" if reply.cancelled or reply.reason == alone.reason else f"ended by {reply.reason}, not {alone.reason}"
 
 
-def judged(
-    number: int, at_once: int, question: TimedRequest, reply: FullReply, alone: FullReply, codec: TextCodec
-) -> Judged:
-    """Compares a reply, and replays a differing one through the target."""
-    why = compared(question, reply, alone)
+def compare_reply(
+    number: int, at_once: int, request: TimedRequest, reply: FullReply, alone: FullReply, codec: TextCodec
+) -> Comparison:
+    """Compares a reply with the one without concurrent requests. Replays it through the target if they differ."""
+    why = describe_difference(request, reply, alone)
     if not why:
-        return Judged(number, at_once, question, SAME)
-    report = certify(model_folder(), question.tokens, reply.token_ids, question.sampling, lambda _: None)
+        return Comparison(number, at_once, request, SAME)
+    report = certify(model_folder(), request.tokens, reply.token_ids, request.sampling, lambda _: None)
     found: Sequence[object] = report.mismatches[:1]
     if not found and not reply.cancelled:
-        output = Output(
-            "", "", False, len(question.tokens), question.sampling, reply.token_ids, reply.text, reply.reason
-        )
-        found = find_faults(output, codec, question.tokens, report.context_length)
+        output = Output("", "", False, len(request.tokens), request.sampling, reply.token_ids, reply.text, reply.reason)
+        found = find_faults(output, codec, request.tokens, report.context_length)
     holds = not found and bool(report.ties)
-    return Judged(number, at_once, question, TIE if holds else DIFFERENT, f"{why}; {found or report.ties}")
+    return Comparison(number, at_once, request, TIE if holds else DIFFERENT, f"{why}; {found or report.ties}")
 
 
-def count_verdicts(found: Sequence[Judged]) -> str:
+def count_verdicts(found: Sequence[Comparison]) -> str:
     """Returns how many texts have each verdict."""
     return ", ".join(f"{sum(one.verdict == word for one in found)} {word}" for word in (SAME, TIE, DIFFERENT))
 
@@ -97,26 +98,27 @@ class IdentityRun:
     codec: TextCodec
     seed: int
     sizes: Sizes
-    tell: Tell
+    progress: Tell
 
-    def block(self, first: int, count: int, widths: Sequence[int]) -> list[Judged]:
-        """Runs `count` requests from number `first` on: alone, then a part of them at each of the widths."""
-        source = words()
-        wanted = range(first, first + count)
-        subjects = {n: subject(n, self.seed, source, self.sizes) for n in sorted({n // len(MODES) for n in wanted})}
+    def run_block(self, first: int, count: int, widths: Sequence[int]) -> list[Comparison]:
+        """Runs `count` requests from number `first` on: first alone, then an equal share of them at each concurrency in
+        `widths`."""
+        source = all_prompt_tokens()
+        numbers = range(first, first + count)
+        prompts = {n: draw_prompt(n, self.seed, source, self.sizes) for n in sorted({n // len(MODES) for n in numbers})}
         alone = {}
-        for place, (number, (tokens, sampling)) in enumerate(subjects.items()):
-            self.tell(f"alone: {place} of {len(subjects)}")
+        for place, (number, (tokens, sampling)) in enumerate(prompts.items()):
+            self.progress(f"alone: {place} of {len(prompts)}")
             alone[number] = send(self.plain, TimedRequest(tokens, sampling, "ar"))
-        order = random.Random(first).sample(wanted, count)
+        order = random.Random(first).sample(numbers, count)
         found = []
         for place, width in enumerate(widths):
             chosen = order[place * count // len(widths) : (place + 1) * count // len(widths)]
-            asked = [question(n, self.seed, subjects[n // len(MODES)]) for n in chosen]
+            asked = [draw_request(n, self.seed, prompts[n // len(MODES)]) for n in chosen]
             replies = send_all(self.client, asked, width)
             for done, (number, one, reply) in enumerate(zip(chosen, asked, replies, strict=True)):
-                self.tell(f"{width} at once: {done} of {len(chosen)}")
-                found.append(judged(number, width, one, reply, alone[number // len(MODES)], self.codec))
+                self.progress(f"{width} at once: {done} of {len(chosen)}")
+                found.append(compare_reply(number, width, one, reply, alone[number // len(MODES)], self.codec))
         return found
 
 
@@ -132,23 +134,24 @@ def run(options: argparse.Namespace) -> int:
     first = values.check_int("first", options.first, 0, end - 1)
     widths = [values.check_int("at-once", width, 1, 256) for width in parse_numbers("at-once", options.at_once, int)]
     codec, screen = default_codec(), Screen()
-    found: list[Judged] = []
+    found: list[Comparison] = []
     with (
         LocalCluster(progress=screen.show, draft_backend="none", mode="ar", prompt_cache=False, max_active=1) as alone,
         LocalCluster(progress=screen.show, max_active=max(widths)) as cluster,
     ):
-        course = IdentityRun(cluster.client(), alone.client(), codec, options.seed, Sizes(), screen.show)
+        identity_run = IdentityRun(cluster.client(), alone.client(), codec, options.seed, Sizes(), screen.show)
         for begin in range(first, end, BLOCK):
-            tell = lambda said, begin=begin: screen.show(f"requests {begin} to {min(begin + BLOCK, end)}, {said}")  # noqa: E731
-            block = replace(course, tell=tell).block(begin, min(BLOCK, end - begin), widths)
+            numbers = f"requests {begin} to {min(begin + BLOCK, end)}"
+            progress = lambda status, numbers=numbers: screen.show(f"{numbers}, {status}")  # noqa: E731
+            block = replace(identity_run, progress=progress).run_block(begin, min(BLOCK, end - begin), widths)
             screen.clear()
-            print("\n".join([*(str(one) for one in block if one.verdict != SAME), _sums(block)]), flush=True)
+            print("\n".join([*(str(one) for one in block if one.verdict != SAME), _summary(block)]), flush=True)
             found += block
-    print(f"all, seed {options.seed}: {_sums(found)}")
+    print(f"all, seed {options.seed}: {_summary(found)}")
     return int(any(one.verdict == DIFFERENT for one in found))
 
 
-def _sums(found: Sequence[Judged]) -> str:
+def _summary(found: Sequence[Comparison]) -> str:
     return f"requests {min(o.number for o in found)} to {max(o.number for o in found)}: {count_verdicts(found)}"
 
 

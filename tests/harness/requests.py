@@ -1,4 +1,4 @@
-"""Sends requests as clients do, at chosen times and until chosen lengths, and records what came when."""
+"""Sends requests through the client at given times, cancels some of them, and records when each chunk arrived."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class FullReply(Reply):
-    """A finished request with what it returned. `cancelled`: the client cancelled it."""
+    """A finished request with its tokens, its text and its finish reason. `cancelled`: the client cancelled it."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
@@ -24,8 +24,10 @@ class FullReply(Reply):
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request that is sent `after` seconds, and cancelled after `until` tokens (None: not). K and B None: the
-    server's."""
+    """A request that is sent after `after` seconds and cancelled after `until` tokens (None: never).
+
+    `num_draft_tokens`, `branches`: K and B (None: the server's).
+    """
 
     tokens: tuple[int, ...]
     sampling: SamplingParams
@@ -65,9 +67,9 @@ def send(
 
 
 def send_all(client: BaseClient, requests: Sequence[TimedRequest], slots: int | None = None) -> Iterator[FullReply]:
-    """Sends all requests, each `after` its time, with at most `slots` at once (None: all).
+    """Sends all requests, at most `slots` at once (None: all), and yields the replies in the order of the requests.
 
-    Yields replies in the requests' order. Starts when the first reply is requested.
+    Nothing is sent before the first reply is requested.
     """
     with ThreadPoolExecutor(slots or len(requests)) as threads:
         yield from threads.map(lambda request: send(client, request), requests)

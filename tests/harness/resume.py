@@ -35,20 +35,23 @@ from outrider.protocol import values
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Done, Message
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.chance import MODES, Sizes
-from tests.harness.default_model import default_codec, words
-from tests.harness.random_identity import DIFFERENT, SAME, IdentityRun, Judged, count_verdicts
+from tests.harness.default_model import all_prompt_tokens, default_codec
+from tests.harness.random_identity import DIFFERENT, SAME, Comparison, IdentityRun, count_verdicts
+from tests.harness.random_requests import MODES, Sizes
 from tests.harness.requests import FullReply, TimedRequest, send
 
 SIZES = Sizes(prompt=200, text=48)
 AT_ONCE, MOST_CUTS = 4, 2
 AT_END = 1 / 3
 SECOND = 1.0
-KILLED = SamplingParams(max_tokens=96, temp=0.8, ignore_eos=True)
+KILL_SAMPLING = SamplingParams(max_tokens=96, temp=0.8, ignore_eos=True)
 
 
 class Cuts:
-    """The number of tokens after which each try's connection breaks, drawn per request; inf: before DONE."""
+    """Draws for each request after how many tokens the connection of each attempt breaks; inf: just before DONE.
+
+    Counts the broken connections (`made`), and those just before DONE (`at_end`).
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -56,7 +59,7 @@ class Cuts:
         self.made = self.at_end = 0
 
     def next(self, dialogue: Dialogue) -> float | None:
-        """Returns the number for the next try; None: the request may end."""
+        """Returns the number for the next attempt; None: its connection does not break."""
         if dialogue.request not in self._left:
             rng = random.Random(f"cuts {self._seed} {len(self._left)}")
             longest = dialogue.first_message.sampling.max_tokens
@@ -67,7 +70,7 @@ class Cuts:
         return self._left[dialogue.request].pop() if self._left[dialogue.request] else None
 
 
-class Cutting(Client):
+class CuttingClient(Client):
     """A client with connections that break as planned by `cuts`."""
 
     def __init__(self, endpoint: str, cuts: Cuts) -> None:
@@ -95,53 +98,53 @@ class Cutting(Client):
         return message
 
 
-def broken(requests: int, seed: int, screen: Screen) -> tuple[list[Judged], Cuts]:
-    """Runs interrupted requests. Returns their verdicts, and where they were interrupted."""
+def run_interrupted(requests: int, seed: int, screen: Screen) -> tuple[list[Comparison], Cuts]:
+    """Runs interrupted requests. Returns the comparisons with uninterrupted texts, and the interruptions."""
     cuts = Cuts(seed)
     with (
         LocalCluster(progress=screen.show, draft_backend="none", mode="ar", prompt_cache=False, max_active=1) as alone,
         LocalCluster(progress=screen.show) as one,
         LocalCluster(progress=screen.show) as other,
     ):
-        both = Resumed([Cutting(cluster.client().endpoint, cuts) for cluster in (one, other)])
-        course = IdentityRun(both, alone.client(), default_codec(), seed, SIZES, screen.show)
-        return course.block(0, requests, (AT_ONCE,)), cuts
+        resuming = Resumed([CuttingClient(cluster.client().endpoint, cuts) for cluster in (one, other)])
+        identity_run = IdentityRun(resuming, alone.client(), default_codec(), seed, SIZES, screen.show)
+        return identity_run.run_block(0, requests, (AT_ONCE,)), cuts
 
 
-class Assassin:
+class ServerKiller:
     """Kills the server `pid` when `tokens` of a text have arrived."""
 
     def __init__(self, pid: int, tokens: int) -> None:
         self._pid, self._left = pid, tokens
-        self.struck = 0.0
+        self.killed_at = 0.0
 
     def record(self, arrival: Arrival) -> None:
         self._left -= arrival.tokens
-        if self._left <= 0 and not self.struck:
+        if self._left <= 0 and not self.killed_at:
             os.kill(self._pid, signal.SIGKILL)
-            self.struck = time.perf_counter()
+            self.killed_at = time.perf_counter()
 
     def wait(self, reply: FullReply) -> float:
-        """Returns the reader's longest wait after the kill in seconds; tokens sent before arrive at once (0: all)."""
-        times = [self.struck, *(arrival.at for arrival in reply.arrivals if arrival.at > self.struck)]
+        """Returns the client's longest wait for a token after the kill in seconds; 0 if all tokens were sent before."""
+        times = [self.killed_at, *(arrival.at for arrival in reply.arrivals if arrival.at > self.killed_at)]
         return max((after - before for before, after in pairwise(times)), default=0.0)
 
 
-def kills(count: int, seed: int, screen: Screen) -> tuple[list[float], int]:
-    """Kills `count` servers. Returns the readers' waits in seconds, and how many texts differ."""
-    rng, waits, others = random.Random(f"kills {seed}"), list[float](), 0
-    prompt, sampling = tuple(words()[:64]), replace(KILLED, seed=seed)
+def run_kills(count: int, seed: int, screen: Screen) -> tuple[list[float], int]:
+    """Kills `count` servers. Returns the clients' longest waits in seconds, and how many texts differ."""
+    rng, waits, differing = random.Random(f"kills {seed}"), list[float](), 0
+    prompt, sampling = tuple(all_prompt_tokens()[:64]), replace(KILL_SAMPLING, seed=seed)
     with LocalCluster(progress=screen.show) as steady:
         text = send(steady.client(), TimedRequest(prompt, sampling, "ar")).token_ids
         for number in range(count):
             with LocalCluster(progress=screen.show, endpoint="tcp://127.0.0.1:0") as doomed:
                 screen.show(f"kills: {number} of {count}")
-                assassin = Assassin(doomed.pid, rng.randint(1, KILLED.max_tokens - 8))
-                both = Resumed([Client(doomed.endpoint, timeout=SECOND), steady.client(SECOND)])
-                reply = send(both, TimedRequest(prompt, sampling, MODES[number % len(MODES)]), assassin.record)
-            others += reply.token_ids != text
-            waits.append(assassin.wait(reply))
-    return waits, others
+                killer = ServerKiller(doomed.pid, rng.randint(1, KILL_SAMPLING.max_tokens - 8))
+                resuming = Resumed([Client(doomed.endpoint, timeout=SECOND), steady.client(SECOND)])
+                reply = send(resuming, TimedRequest(prompt, sampling, MODES[number % len(MODES)]), killer.record)
+            differing += reply.token_ids != text
+            waits.append(killer.wait(reply))
+    return waits, differing
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -155,21 +158,21 @@ def run(options: argparse.Namespace) -> int:
     count = values.check_int("kills", options.kills, 0, 10_000)
     screen, wrong = Screen(), 0
     if requests:
-        found, cuts = broken(requests, options.seed, screen)
+        found, cuts = run_interrupted(requests, options.seed, screen)
         screen.clear()
         print("\n".join([*(str(one) for one in found if one.verdict != SAME)]))
-        where = f"interrupted {cuts.made} times, {cuts.at_end} of them between the last token and the end"
-        print(f"{requests} requests, {where}: {count_verdicts(found)}", flush=True)
+        interruptions = f"interrupted {cuts.made} times, {cuts.at_end} of them between the last token and the end"
+        print(f"{requests} requests, {interruptions}: {count_verdicts(found)}", flush=True)
         wrong += sum(one.verdict == DIFFERENT for one in found)
     if count:
-        waits, others = kills(count, options.seed, screen)
+        waits, differing = run_kills(count, options.seed, screen)
         screen.clear()
-        middle, worst = 1000 * statistics.median(waits), 1000 * max(waits)
+        median, longest = 1000 * statistics.median(waits), 1000 * max(waits)
         print(
-            f"{count} servers killed: next token after {middle:.0f} ms (p50), {worst:.0f} ms (worst);"
-            f" {others} texts differ"
+            f"{count} servers killed: next token after {median:.0f} ms (p50), {longest:.0f} ms (worst);"
+            f" {differing} texts differ"
         )
-        wrong += others
+        wrong += differing
     return int(wrong > 0)
 
 

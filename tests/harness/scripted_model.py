@@ -53,7 +53,7 @@ def write_scripted(path: Path, scripts: tuple[Script, ...] = SCRIPTS, template: 
     pieces = list(dict.fromkeys(["<|im_start|>", *(piece for script in scripts for piece in script)]))
     vocabulary = [*alphabet, *pieces]
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.add_tokens([AddedToken(piece, special=_is_mark(piece), normalized=False) for piece in pieces])
+    tokenizer.add_tokens([AddedToken(piece, special=_is_special(piece), normalized=False) for piece in pieces])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path / "tokenizer.json"))
@@ -66,25 +66,25 @@ def write_scripted(path: Path, scripts: tuple[Script, ...] = SCRIPTS, template: 
         "vocab_size": SIZE, "max_position_embeddings": 1 << 20, "tie_word_embeddings": False, "eos_token_id": end,
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
-    follows = {a: (a + 1) % 94 + 33 for a in range(SIZE)}
+    successors = {a: (a + 1) % 94 + 33 for a in range(SIZE)}
     for script in scripts:
-        follows.update((vocabulary.index(a), vocabulary.index(b)) for a, b in pairwise(script))
-    mx.save_safetensors(str(path / "model.safetensors"), _weights(follows), metadata={"format": "mlx"})
+        successors.update((vocabulary.index(a), vocabulary.index(b)) for a, b in pairwise(script))
+    mx.save_safetensors(str(path / "model.safetensors"), _weights(successors), metadata={"format": "mlx"})
     return path
 
 
-def _is_mark(piece: str) -> bool:
+def _is_special(piece: str) -> bool:
     """Whether a piece is a special token; others are ordinary text, which a grammar may allow."""
     return piece.startswith("<") and piece.endswith(">")
 
 
-def _weights(follows: dict[int, int]) -> dict[str, mx.array]:
-    """Returns distinct embeddings, a layer that adds nothing, and an output layer with each token's successor.
+def _weights(successors: dict[int, int]) -> dict[str, mx.array]:
+    """Returns one-hot embeddings, a layer with an output near zero, and an output layer that selects the successor.
 
-    Biases make JSON end where a grammar forbids the successor.
+    Where a grammar forbids the successor, a small bias of closing brackets and quotes makes JSON end soon.
     """
-    head = np.tile(_liking(), (SIZE, 1)).T.copy()
-    for token, after in follows.items():
+    head = np.tile(_token_bias(), (SIZE, 1)).T.copy()
+    for token, after in successors.items():
         head[after, token] = 1.0
     layer = "model.layers.0"
     shapes = {
@@ -98,8 +98,8 @@ def _weights(follows: dict[int, int]) -> dict[str, mx.array]:
     }
     draws = np.random.default_rng(0)
     weights = {name: mx.array(draws.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
-    for silent in (f"{layer}.self_attn.o_proj.weight", f"{layer}.mlp.down_proj.weight"):
-        weights[silent] = weights[silent] * 1e-6
+    for name in (f"{layer}.self_attn.o_proj.weight", f"{layer}.mlp.down_proj.weight"):
+        weights[name] = weights[name] * 1e-6
     norms = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm")
     return {
         "model.embed_tokens.weight": mx.array(np.eye(SIZE, dtype=np.float32)),
@@ -109,12 +109,12 @@ def _weights(follows: dict[int, int]) -> dict[str, mx.array]:
     }
 
 
-def _liking() -> np.ndarray:
-    """Returns a small bias for each token."""
-    liking = np.zeros(SIZE, np.float32)
+def _token_bias() -> np.ndarray:
+    """Returns a small bias for each token: towards closing brackets and quotes, and away from white space."""
+    bias = np.zeros(SIZE, np.float32)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     for place, letter in enumerate(('"', "]", "}")):
-        liking[alphabet.index(letter)] = 0.01 * (place + 1)
+        bias[alphabet.index(letter)] = 0.01 * (place + 1)
     for blank in "\u0120\u0109\u010a\u010d":  # a space, a tab and line ends, as byte-level tokens write them
-        liking[alphabet.index(blank)] = -0.01
-    return liking
+        bias[alphabet.index(blank)] = -0.01
+    return bias

@@ -1,4 +1,4 @@
-"""Settings of a scheduler in tests."""
+"""Scheduler settings for tests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ def round_settings(
     branches: int,
     full_depth: bool = False,
     ngrams: bool = True,
-    each: bool = False,
+    branches_per_drafter: bool = False,
     drafters: int = 1,
 ) -> ServeSettings:
-    """Returns settings with trees, and prefill workers for any prompt; `each`: `branches` for each drafter, 16 then."""
+    """Returns settings with K = `depth` and B = `branches`, with trees, and prefill workers for prompts of any length.
+
+    `branches_per_drafter`: the default number of branches for each of the drafters, instead of `branches` in all.
+    """
     return ServeSettings(
         num_draft_tokens=depth,
-        branches=None if each else branches,
+        branches=None if branches_per_drafter else branches,
         branch_depth="full" if full_depth else "auto",
         ngrams=ngrams,
         drafters=drafters,

@@ -24,36 +24,36 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 from outrider.protocol.values import check_size
-from tests.harness.chance import Sizes, question, subject
-from tests.harness.default_model import words
+from tests.harness.default_model import all_prompt_tokens
+from tests.harness.random_requests import Sizes, draw_prompt, draw_request
 from tests.harness.requests import TimedRequest, send
 
 GROWTH = 1.05
 EXTRA_FILES = 8  # short-lived connections
 SIZES = Sizes(prompt=700, text=60)
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
-def held(pid: int) -> tuple[int, int]:
+def memory_and_files(pid: int) -> tuple[int, int]:
     """Returns the resident memory of a process in bytes, and its open files."""
     process = psutil.Process(pid)
     return process.memory_info().rss, process.num_fds()
 
 
-def end_of(client: Client, asked: TimedRequest) -> str:
-    """Returns how a request ended: eos, stop, length, cancelled, or the error."""
+def send_and_get_end(client: Client, request: TimedRequest) -> str:
+    """Sends a request, and returns how it ended: eos, stop, length, cancelled, or the error."""
     try:
-        return send(client, asked).reason
+        return send(client, request).reason
     except OutriderError as error:
         return f"{type(error).__name__}: {error}"
 
 
-def settled(cluster: LocalCluster) -> Stats:
-    """Returns the statistics when no request runs."""
-    deadline, client = time.monotonic() + PATIENCE_S, cluster.client()
+def wait_until_idle(cluster: LocalCluster) -> Stats:
+    """Waits until no request is active, and returns the statistics."""
+    deadline, client = time.monotonic() + TIMEOUT_S, cluster.client()
     while (stats := client.stats()).active + stats.queued and time.monotonic() < deadline:
         time.sleep(0.1)
-    time.sleep(0.5)  # the last CLOSE is on its way to the workers
+    time.sleep(0.5)  # for the last CLOSE to reach the workers
     return client.stats()
 
 
@@ -65,9 +65,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    source = words()
-    about = [subject(number, options.seed, source, SIZES) for number in range(options.requests)]
-    plan = [replace(question(number, options.seed, one), after=0.0) for number, one in enumerate(about)]
+    source = all_prompt_tokens()
+    prompts = [draw_prompt(number, options.seed, source, SIZES) for number in range(options.requests)]
+    plan = [replace(draw_request(number, options.seed, one), after=0.0) for number, one in enumerate(prompts)]
     ends: list[str] = []
     with LocalCluster(max_active=options.at_once, kv_memory=options.kv_memory) as cluster:
         pids = {worker.name: worker.pid for worker in cluster.client().stats().workers} | {"server": cluster.pid}
@@ -75,16 +75,16 @@ def run(options: argparse.Namespace) -> int:
         sizes, caches = [], []
         for part in (early, plan[len(early) :]):
             with ThreadPoolExecutor(options.at_once + 2) as threads:
-                ends += threads.map(partial(end_of, cluster.client()), part)
-            stats = settled(cluster)
-            sizes.append({name: held(pid)[0] for name, pid in pids.items()})
+                ends += threads.map(partial(send_and_get_end, cluster.client()), part)
+            stats = wait_until_idle(cluster)
+            sizes.append({name: memory_and_files(pid)[0] for name, pid in pids.items()})
             caches.append({worker.name: worker.cache.bytes / 1e6 for worker in stats.workers})
-    grown = {name: sizes[1][name] / sizes[0][name] for name in pids}
+    growth = {name: sizes[1][name] / sizes[0][name] for name in pids}
     for name in pids:
-        print(f"{name}: {sizes[0][name] >> 20} MiB, in the end {sizes[1][name] >> 20}: {grown[name]:.3f}")
+        print(f"{name}: {sizes[0][name] >> 20} MiB, in the end {sizes[1][name] >> 20}: {growth[name]:.3f}")
     for worker in stats.workers:
         use = worker.cache
-        early_mb, late_mb = (held[worker.name] for held in caches)
+        early_mb, late_mb = (part[worker.name] for part in caches)
         print(f"{worker.name}: {use.entries} texts kept in {late_mb:.1f} MB ({early_mb:.1f} after a fifth), {use.hits}"
               f" of {use.lookups} found something, {use.tokens_saved} tokens not read again")  # fmt: skip
     lost = [end for end in ends if end not in ("eos", "length", "stop", "cancelled")]
@@ -92,8 +92,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"{len(ends)} requests, {ends.count('cancelled')} cancelled, {len(lost)} lost; {stats.active} still run")
     for end in lost[:5]:
         print(end)
-    sound = not lost and not stats.active and not stats.queued and kept <= check_size("kv_memory", options.kv_memory)
-    return 0 if sound and max(grown.values()) <= GROWTH else 1
+    passed = not lost and not stats.active and not stats.queued and kept <= check_size("kv_memory", options.kv_memory)
+    return 0 if passed and max(growth.values()) <= GROWTH else 1
 
 
 if __name__ == "__main__":

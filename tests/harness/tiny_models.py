@@ -25,8 +25,8 @@ def write_model(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
     model_class, args_class = _get_classes(config)
     mx.random.seed(seed)  # a recurrent layer draws its decay when it is made
     model = model_class(args_class.from_dict(config))
-    draws = np.random.default_rng(seed)
-    weights = {name: _drawn(name, value, draws) for name, value in tree_flatten(model.parameters())}
+    rng = np.random.default_rng(seed)
+    weights = {name: _random_weight(name, value, rng) for name, value in tree_flatten(model.parameters())}
     model.update(tree_unflatten(list(weights.items())))
     path.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
@@ -51,13 +51,13 @@ def write_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
-def _drawn(name: str, value: mx.array, draws: np.random.Generator) -> mx.array:
-    normal = draws.standard_normal(value.shape).astype(np.float32)
+def _random_weight(name: str, value: mx.array, rng: np.random.Generator) -> mx.array:
+    normal = rng.standard_normal(value.shape).astype(np.float32)
     if not mx.issubdtype(value.dtype, mx.floating):
         return value
-    if value.ndim < 2 or min(value.shape) == 1:  # gains, biases, decays: near their initial values
+    if value.ndim < 2 or min(value.shape) == 1:  # gains, biases and decays stay near their initial values
         return (value + 0.1 * mx.array(normal)).astype(value.dtype)
     fan_in = value.shape[1] if "conv" in name else value.shape[-1]
     gain = _HEAD_GAIN if "head" in name else _GAIN
-    drawn: mx.array = (mx.array(normal) * gain * fan_in**-0.5).astype(value.dtype)
-    return drawn
+    weight: mx.array = (mx.array(normal) * gain * fan_in**-0.5).astype(value.dtype)
+    return weight

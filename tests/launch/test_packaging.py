@@ -1,4 +1,4 @@
-"""Packaging beyond the wheel: the container file, the formula, the workflows and the page about them."""
+"""Packaging beyond the wheel: the container file, the Homebrew formula, the workflows and the install page."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_container_listens_on_all_interfaces_with_a_key_and_without_root(monkeyp
 
 
 def test_dockerignore_keeps_exactly_the_package_folders():
-    """All rooms, and no folder that makes no part of the wheel."""
+    """All folders that are part of the wheel, and no others."""
     lines = (ROOT / "packaging/Containerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     rooms = {path.name for path in (ROOT / "outrider").iterdir() if path.is_symlink()} | {"outrider"}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)

@@ -23,7 +23,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.harness.default_model import mixed_tokens
-from tests.system.links import FakeLink, answered, drafted_chain
+from tests.system.links import FakeLink, drafted_chain, run_worker
 
 SHIPPED = {kind: Path(folder) for kind, folder in tiny_heads().items()}
 LENGTH, DEPTH, PROMPTS = 16, 3, 2
@@ -43,9 +43,9 @@ def outcomes(target: LoadedModel, own: HeadDrafter, temp: float) -> list[Outcome
     ]
     link = FakeLink("target-0", deque(opens))
     worker = TargetWorker(link, target, drafters=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
-    answered(worker, link, ())
+    run_worker(worker, link, ())
     go = [Verify(o.request, 0, 1, len(o.tokens) + 1, Autonomous(LENGTH, InProcess(DEPTH))) for o in opens]
-    found = answered(worker, link, go)
+    found = run_worker(worker, link, go)
     assert all(isinstance(one, Outcome) for one in found), found
     return found
 

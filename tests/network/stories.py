@@ -1,8 +1,8 @@
-"""Random stories of a cluster on a bad network, as a hypothesis state machine: a failure shrinks to the fewest steps.
+"""Random scenarios of a cluster on a bad network, as a Hypothesis state machine, which shrinks a failure to few steps.
 
-In a step a request begins or is stopped, a link changes its faults, is cut or heals, a worker stalls or dies,
-the orchestrator sleeps, or only time passes. After the last step the faults end, and every request must finish.
-`TALLY` counts over all stories.
+In a step a request begins or is stopped, the faults of a link change, a link is cut, a worker stalls or dies, the
+orchestrator is suspended, or only time passes. After the last step the faults end, and every request must finish.
+`TALLY` counts over all runs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from outrider.draft_worker.worker import DraftWorker
 from outrider.orchestrator.events import Admit
 from outrider.protocol.sampling import SamplingParams
-from tests.network.transport import Weather
-from tests.network.world import Setting, World
+from tests.network.simulated_cluster import ClusterSettings, SimulatedCluster
+from tests.network.transport import LinkFaults
 from tests.system.links import VirtualClock
 from tests.system.markov import markov
 
@@ -35,30 +35,30 @@ DRAFT = markov((0.7 * _TABLE + 0.6 * _rng.normal(size=(V, V))).astype(np.float32
 ANOTHER = markov(_rng.normal(size=(V, V)).astype(np.float32))
 
 AT_ONCE = 4
-WORKERS = st.integers(0, 3)  # the target, then the drafters; of those that there are
-TIME = st.integers(0, 16)
-SPELL = st.integers(1, 25)  # ticks for which a link is cut or a worker stalls
+WORKERS = st.integers(0, 3)  # the target is 0, then come the drafters; taken modulo the number of workers
+TICKS_AFTER = st.integers(0, 16)
+FAULT_TICKS = st.integers(1, 25)  # for how long a link is cut or a worker stalls
 SHARES = st.sampled_from((0.0, 0.0, 0.03, 0.2))
-# Every request ends within this many ticks without faults.
-PATIENCE = 4000
-LONG = 600  # seconds without messages about an ended request
+# After the faults have ended, every request must end within this many ticks.
+MAX_TICKS = 4000
+LONG_PAUSE_S = 600  # longer than workers keep a request without messages about it
 
 
 @dataclass
 class Tally:
-    """Counts over all stories: steps, events, checks, ticks and tokens."""
+    """Counts over all runs: steps, events, checks, ticks and tokens."""
 
     steps: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
-    judged: Counter[str] = field(default_factory=Counter)
+    checked: Counter[str] = field(default_factory=Counter)
     ticks: int = 0
     tokens: int = 0
 
-    def add(self, world: World) -> None:
-        self.ticks += world.journal.tick
-        self.events += world.journal.counts
-        self.judged += world.watch.judged
-        self.tokens += sum(len(watched.tokens) for watched in world.watch.requests.values())
+    def add(self, cluster: SimulatedCluster) -> None:
+        self.ticks += cluster.log.tick
+        self.events += cluster.log.counts
+        self.checked += cluster.checker.checked
+        self.tokens += sum(len(state.tokens) for state in cluster.checker.requests.values())
 
 
 TALLY = Tally()
@@ -76,53 +76,53 @@ def samplings() -> st.SearchStrategy[SamplingParams]:
 
 
 def prompts() -> st.SearchStrategy[tuple[int, ...]]:
-    """Many prompts begin alike; some are read in pieces."""
+    """Generates prompts, many of which share a prefix, and some of which are too long to be read at once."""
     shared = st.sampled_from((0, 0, 3, 20, 40)).map(lambda count: [(5 * i) % V for i in range(count)])
     own = st.lists(st.integers(0, V - 1), min_size=1, max_size=4)
     return st.tuples(shared, own).map(lambda both: (*both[0], *both[1]))
 
 
-class Stories(RuleBasedStateMachine):
-    """One cluster, from its start until the last request has ended after the faults."""
+class ClusterStateMachine(RuleBasedStateMachine):
+    """One cluster, from its start until all requests have ended after the last fault."""
 
-    world: World
+    cluster: SimulatedCluster
 
     @initialize(
         seed=st.integers(0, 999),
         drafters=st.integers(0, 3),
         paces=st.tuples(*[st.sampled_from((1, 1, 2, 9))] * 3),
-        another=st.booleans(),
+        other_model=st.booleans(),
         colocated=st.sampled_from((False, False, False, True)),
         depth=st.integers(1, 4),
         branches=st.sampled_from((1, 4, 12)),
         full_depth=st.sampled_from((False, False, False, True)),
         ngrams=st.booleans(),
     )
-    def start(self, **setting: Any) -> None:
+    def start(self, **settings: Any) -> None:
         self._patch = pytest.MonkeyPatch()
         clock = VirtualClock()
         self._patch.setattr("outrider.protocol.clock.now", clock)
         clock.skip(10**9)
-        self.world = World(TARGET, DRAFT, Setting(**setting), clock, ANOTHER)
-        self._begun, self._sound = 0, True
+        self.cluster = SimulatedCluster(TARGET, DRAFT, ClusterSettings(**settings), clock, ANOTHER)
+        self._begun_count, self._step_completed = 0, True
 
     @contextmanager
-    def _step(self, name: str, then: int) -> Iterator[None]:
-        """Runs a step, and `then` ticks after it."""
+    def _step(self, name: str, ticks_after: int) -> Iterator[None]:
+        """Runs the block as a step, and then so many ticks."""
         TALLY.steps[name] += 1
-        self._sound = False
+        self._step_completed = False
         yield
-        for _ in range(then):
-            self.world.tick()
-        self._sound = True
+        for _ in range(ticks_after):
+            self.cluster.tick()
+        self._step_completed = True
 
     def _worker(self, number: int) -> str:
-        names = sorted(self.world.nodes, reverse=True)
+        names = sorted(self.cluster.processes, reverse=True)
         return names[number % len(names)]
 
     @property
     def _running(self) -> list[str]:
-        return [name for name, watched in self.world.watch.requests.items() if watched.ending is None]
+        return [name for name, state in self.cluster.checker.requests.items() if state.ending is None]
 
     @precondition(lambda self: len(self._running) < AT_ONCE)
     @rule(
@@ -130,95 +130,104 @@ class Stories(RuleBasedStateMachine):
         prompt=prompts(),
         sampling=samplings(),
         eos=st.sampled_from((frozenset(), frozenset(), frozenset({0}))),
-        then=TIME,
+        ticks_after=TICKS_AFTER,
     )
     def begin(
-        self, mode: str, prompt: tuple[int, ...], sampling: SamplingParams, eos: frozenset[int], then: int
+        self, mode: str, prompt: tuple[int, ...], sampling: SamplingParams, eos: frozenset[int], ticks_after: int
     ) -> None:
-        with self._step("begin", then):
-            self._begun += 1
-            self.world.begin(Admit(f"r{self._begun}", prompt, sampling, mode, eos))
+        with self._step("begin", ticks_after):
+            self._begun_count += 1
+            self.cluster.begin(Admit(f"r{self._begun_count}", prompt, sampling, mode, eos))
 
     @precondition(lambda self: self._running)
-    @rule(which=st.integers(0, AT_ONCE - 1), reason=st.sampled_from(("cancelled", "stop")), then=TIME)
-    def stop(self, which: int, reason: str, then: int) -> None:
-        with self._step("stop", then):
-            self.world.stop(self._running[which % len(self._running)], reason)
+    @rule(which=st.integers(0, AT_ONCE - 1), reason=st.sampled_from(("cancelled", "stop")), ticks_after=TICKS_AFTER)
+    def stop(self, which: int, reason: str, ticks_after: int) -> None:
+        with self._step("stop", ticks_after):
+            self.cluster.stop(self._running[which % len(self._running)], reason)
 
-    @rule(then=st.integers(1, 25))
-    def go(self, then: int) -> None:
-        with self._step("go", then):
+    @rule(ticks_after=st.integers(1, 25))
+    def go(self, ticks_after: int) -> None:
+        with self._step("go", ticks_after):
             pass
 
     @rule(
         worker=WORKERS,
-        weather=st.builds(
-            Weather, lose=SHARES, twice=SHARES, overtake=SHARES, alter=SHARES, delay=st.sampled_from((0, 0, 1, 5))
+        faults=st.builds(
+            LinkFaults,
+            drop=SHARES,
+            duplicate=SHARES,
+            reorder=SHARES,
+            corrupt=SHARES,
+            delay=st.sampled_from((0, 0, 1, 5)),
         ),
-        then=TIME,
+        ticks_after=TICKS_AFTER,
     )
-    def weather(self, worker: int, weather: Weather, then: int) -> None:
-        with self._step("weather", then):
-            self.world.weather(self._worker(worker), weather)
+    def worsen_link(self, worker: int, faults: LinkFaults, ticks_after: int) -> None:
+        with self._step("link faults", ticks_after):
+            self.cluster.set_faults(self._worker(worker), faults)
 
-    @rule(worker=WORKERS, ticks=SPELL, lost=st.booleans(), then=TIME)
-    def cut(self, worker: int, ticks: int, lost: bool, then: int) -> None:
-        with self._step("cut", then):
-            self.world.cut(self._worker(worker), ticks, lost)
+    @rule(worker=WORKERS, ticks=FAULT_TICKS, lost=st.booleans(), ticks_after=TICKS_AFTER)
+    def cut(self, worker: int, ticks: int, lost: bool, ticks_after: int) -> None:
+        with self._step("cut", ticks_after):
+            self.cluster.cut(self._worker(worker), ticks, lost)
 
-    @rule(worker=WORKERS, ticks=SPELL, then=TIME)
-    def stall(self, worker: int, ticks: int, then: int) -> None:
-        with self._step("stall", then):
-            self.world.stall(self._worker(worker), ticks)
+    @rule(worker=WORKERS, ticks=FAULT_TICKS, ticks_after=TICKS_AFTER)
+    def stall(self, worker: int, ticks: int, ticks_after: int) -> None:
+        with self._step("stall", ticks_after):
+            self.cluster.stall(self._worker(worker), ticks)
 
-    @rule(worker=st.sampled_from((0, 1, 1, 2, 1, 2, 3)), then=TIME)
-    def kill(self, worker: int, then: int) -> None:
-        with self._step("kill", then):
-            self.world.kill(self._worker(worker))
+    @rule(worker=st.sampled_from((0, 1, 1, 2, 1, 2, 3)), ticks_after=TICKS_AFTER)
+    def kill(self, worker: int, ticks_after: int) -> None:
+        with self._step("kill", ticks_after):
+            self.cluster.kill(self._worker(worker))
 
-    @rule(seconds=st.sampled_from((1, 30, 600)), then=TIME)
-    def pause(self, seconds: int, then: int) -> None:
-        with self._step("pause", then):
-            self.world.pause(seconds)
+    @rule(seconds=st.sampled_from((1, 30, 600)), ticks_after=TICKS_AFTER)
+    def pause(self, seconds: int, ticks_after: int) -> None:
+        with self._step("pause", ticks_after):
+            self.cluster.pause(seconds)
 
     def teardown(self) -> None:
-        if not hasattr(self, "world"):
+        if not hasattr(self, "cluster"):
             return
         try:
-            if self._sound:
-                self._calm()
+            if self._step_completed:
+                self._check_recovery()
         finally:
-            note(f"the latest events:\n{self.world.journal}")
-            TALLY.add(self.world)
+            note(f"the latest events:\n{self.cluster.log}")
+            TALLY.add(self.cluster)
             self._patch.undo()
 
-    def _calm(self) -> None:
-        """Ends the faults: all requests end, and what they held is freed when another request comes."""
-        world, judge = self.world, self.world.watch.judge
-        world.calm()
-        self._until_settled()
-        judge("over", not self._running, f"{self._running} hang")
-        self._tick_until(lambda: not self._drafters_work)  # a text is freed only after its work
-        world.pause(LONG)
-        world.begin(Admit("last", (1, 2, 3), SamplingParams(max_tokens=3), "ssd", frozenset()))
-        self._until_settled()
+    def _check_recovery(self) -> None:
+        """Ends the faults, and checks that all requests end, and that workers release them when another one comes."""
+        cluster, check = self.cluster, self.cluster.checker.check
+        cluster.end_faults()
+        self._tick_until_settled()
+        check("termination", not self._running, f"{self._running} hang")
+        self._tick_until(lambda: not self._drafters_busy)  # a drafter releases a text only after its work
+        cluster.pause(LONG_PAUSE_S)
+        cluster.begin(Admit("last", (1, 2, 3), SamplingParams(max_tokens=3), "ssd", frozenset()))
+        self._tick_until_settled()
         for _ in range(20):
-            world.tick()
-        for node in world.nodes.values():
-            worker: Any = node.worker
-            judge("given back", not worker._running, f"{node.name} still holds {list(worker._running)}")
+            cluster.tick()
+        for process in cluster.processes.values():
+            worker: Any = process.worker
+            check("released", not worker._running, f"{process.name} still holds {list(worker._running)}")
 
     @property
-    def _drafters_work(self) -> bool:
-        """Whether a drafter has texts to read or to draft ahead for, or a message is on its way."""
-        workers = [node.worker for node in self.world.nodes.values() if isinstance(node.worker, DraftWorker)]
-        return self.world.moves or any(text.work.has_work for own in workers for text in own._running.values())
+    def _drafters_busy(self) -> bool:
+        """Whether a drafter has a text to read or to draft for, or a message is in flight."""
+        workers = [
+            process.worker for process in self.cluster.processes.values() if isinstance(process.worker, DraftWorker)
+        ]
+        return self.cluster.has_messages_in_flight or any(
+            text.work.has_work for own in workers for text in own._running.values()
+        )
 
-    def _until_settled(self) -> None:
-        self._tick_until(lambda: self.world.is_settled)
+    def _tick_until_settled(self) -> None:
+        self._tick_until(lambda: self.cluster.is_settled)
 
     def _tick_until(self, is_over: Callable[[], bool]) -> None:
-        for _ in range(PATIENCE):
+        for _ in range(MAX_TICKS):
             if is_over():
                 return
-            self.world.tick()
+            self.cluster.tick()

@@ -1,7 +1,7 @@
-"""A network in one thread with seeded faults: frames are delayed, lost, repeated, reordered and altered, links cut.
+"""A simulated network in one thread with seeded faults: frames are delayed, dropped, duplicated, reordered, corrupted.
 
-Worse than ZeroMQ, which keeps a link's order, repeats nothing and loses messages only with their connection. It
-handles frames and ticks, not requests.
+It is worse than ZeroMQ, which keeps the order of a link, duplicates nothing and loses messages only with their
+connection. It knows frames and ticks, and nothing about requests.
 """
 
 from __future__ import annotations
@@ -15,112 +15,117 @@ from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Message
 
-REMEMBERED = 80
+MAX_LINES = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
-    """The probabilities that a bundle is lost, repeated, reordered or altered; it takes up to 1 + `delay` ticks."""
+class LinkFaults:
+    """Probabilities of a bundle to be dropped, duplicated, reordered or corrupted. It takes 1 to 1 + `delay` ticks."""
 
-    lose: float = 0.0
-    twice: float = 0.0
-    overtake: float = 0.0
-    alter: float = 0.0
+    drop: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    corrupt: float = 0.0
     delay: int = 0
 
 
-CLEAR = Weather()
+NO_FAULTS = LinkFaults()
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Messages that were sent together, on their way; `altered`: the frames are no longer theirs."""
+    """Messages that were sent together and have not arrived yet. `corrupted`: the frames differ from the messages."""
 
     frames: tuple[bytes, ...]
     messages: tuple[Message, ...]
     due: int
-    altered: bool = False
+    corrupted: bool = False
 
 
 @dataclass(slots=True)
-class Journal:
-    """The latest events, to explain a failure, and counts of all."""
+class EventLog:
+    """The latest events, to explain a failure, and the counts of all events."""
 
     tick: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    _lines: deque[tuple[int, str, str, tuple[object, ...]]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _lines: deque[tuple[int, str, str, tuple[object, ...]]] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
 
     def write(self, event: str, where: str = "", about: Sequence[object] = ()) -> None:
         self.counts[event] += 1
         self._lines.append((self.tick, event, where, tuple(about)))
 
     def __str__(self) -> str:
-        lines = (f"{tick:5} {what} {where} {' '.join(map(brief, about))}" for tick, what, where, about in self._lines)
+        lines = (
+            f"{tick:5} {what} {where} {' '.join(map(summarize, about))}" for tick, what, where, about in self._lines
+        )
         return "\n".join(lines)
 
 
-class Way:
-    """One direction of a link. `sealed`: altered messages never arrive, as with TCP and CURVE; else they arrive if the
-    codec accepts them, and `forged` counts them."""
+class OneWayLink:
+    """One direction of a link.
 
-    def __init__(self, name: str, rng: random.Random, journal: Journal, sealed: bool) -> None:
+    `authenticated`: corrupted messages never arrive, as with TCP and CURVE; else they arrive if the codec accepts them,
+    and `forged` counts them.
+    """
+
+    def __init__(self, name: str, rng: random.Random, log: EventLog, authenticated: bool) -> None:
         self.name = name
-        self.weather = CLEAR
+        self.faults = NO_FAULTS
         self.cut = False
-        self._rng, self._journal, self._sealed = rng, journal, sealed
+        self._rng, self._log, self._authenticated = rng, log, authenticated
         self.forged = 0
-        self._going: list[Bundle] = []
+        self._in_flight: list[Bundle] = []
         self._last_due = 0
 
     @property
     def is_empty(self) -> bool:
-        return not self._going
+        return not self._in_flight
 
-    def put(self, *messages: Message) -> None:
+    def send(self, *messages: Message) -> None:
         """Sends messages together."""
-        rng, weather = self._rng, self.weather
-        if rng.random() < weather.lose:
-            self._journal.write("lost", self.name, messages)
+        rng, faults = self._rng, self.faults
+        if rng.random() < faults.drop:
+            self._log.write("lost", self.name, messages)
             return
         frames = tuple(bytes(frame) for frame in encode_all(messages))
-        for _ in range(2 if rng.random() < weather.twice else 1):
-            due = self._journal.tick + 1 + rng.randint(0, weather.delay)
-            if rng.random() >= weather.overtake:
+        for _ in range(2 if rng.random() < faults.duplicate else 1):
+            due = self._log.tick + 1 + rng.randint(0, faults.delay)
+            if rng.random() >= faults.reorder:
                 due = self._last_due = max(due, self._last_due)
-            if rng.random() < weather.alter:
-                self._going.append(Bundle(altered(frames, rng), messages, due, altered=True))
+            if rng.random() < faults.corrupt:
+                self._in_flight.append(Bundle(corrupted(frames, rng), messages, due, corrupted=True))
             else:
-                self._going.append(Bundle(frames, messages, due))
+                self._in_flight.append(Bundle(frames, messages, due))
 
-    def arrived(self) -> list[Message]:
-        """Returns the messages that arrive now."""
-        if self.cut or not self._going:
+    def receive(self) -> list[Message]:
+        """Returns the messages that arrive in this tick."""
+        if self.cut or not self._in_flight:
             return []
-        due = [bundle for bundle in self._going if bundle.due <= self._journal.tick]
-        self._going = [bundle for bundle in self._going if bundle.due > self._journal.tick]
-        return [message for bundle in sorted(due, key=lambda b: b.due) for message in self._opened(bundle)]
+        due = [bundle for bundle in self._in_flight if bundle.due <= self._log.tick]
+        self._in_flight = [bundle for bundle in self._in_flight if bundle.due > self._log.tick]
+        return [message for bundle in sorted(due, key=lambda b: b.due) for message in self._decode(bundle)]
 
-    def lose_all(self) -> None:
-        """Drops all messages on their way, as when the connection is lost."""
-        if self._going:
-            self._journal.write("lost", self.name, [message for bundle in self._going for message in bundle.messages])
-        self._going.clear()
+    def drop_all(self) -> None:
+        """Drops all messages in flight, as when the connection is lost."""
+        if self._in_flight:
+            self._log.write("lost", self.name, [message for bundle in self._in_flight for message in bundle.messages])
+        self._in_flight.clear()
 
-    def _opened(self, bundle: Bundle) -> list[Message]:
+    def _decode(self, bundle: Bundle) -> list[Message]:
         try:
             received = decode_all(bundle.frames)
         except ProtocolError:
-            self._journal.write("refused", self.name, bundle.messages)
+            self._log.write("refused", self.name, bundle.messages)
             return []
-        if bundle.altered and self._sealed:
-            self._journal.write("altered", self.name, bundle.messages)
+        if bundle.corrupted and self._authenticated:
+            self._log.write("altered", self.name, bundle.messages)
             return []
-        self.forged += len(received) if bundle.altered else 0
-        self._journal.write("forged" if bundle.altered else "received", self.name, received)
+        self.forged += len(received) if bundle.corrupted else 0
+        self._log.write("forged" if bundle.corrupted else "received", self.name, received)
         return received
 
 
-def altered(frames: Sequence[bytes], rng: random.Random) -> tuple[bytes, ...]:
+def corrupted(frames: Sequence[bytes], rng: random.Random) -> tuple[bytes, ...]:
     """Returns frames with some bytes changed, one cut short, one missing, or one too many."""
     found = list(frames)
     at = rng.randrange(len(found))
@@ -139,7 +144,7 @@ def altered(frames: Sequence[bytes], rng: random.Random) -> tuple[bytes, ...]:
     return tuple(found)
 
 
-def brief(message: object) -> str:
+def summarize(message: object) -> str:
     """Describes a message briefly: its type, request, epoch/round/base_len and tokens."""
     if isinstance(message, str):
         return message

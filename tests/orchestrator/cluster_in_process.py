@@ -33,10 +33,10 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
+from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
-from tests.harness.virtual.known_text import held, path_of
-from tests.honest import HonestWorkers
-from tests.system.links import FakeLink, Idle, through_the_codec
+from tests.harness.virtual.known_text import accepted_nodes, outcome_path
+from tests.system.links import FakeLink, Idle, codec_round_trip
 from tools.simulation.replay import ReplayDrafter, Script
 
 GREEDY = SamplingParams()
@@ -92,7 +92,7 @@ class OracleTarget:
         outcome = self._outcome(message)
         if self._prepared is None or self._prepared.round != message.round:
             return [outcome]
-        committed = (*(message.chain[node] for node in held(self.text, message)), outcome.bonus)
+        committed = (*(message.chain[node] for node in accepted_nodes(self.text, message)), outcome.bonus)
         prepared = self._prepared.proposal(committed)
         left = self._prepared.max_tokens - len(committed)
         if prepared is None and self._prepared.row_costs and left > 0 and set(self._eos).isdisjoint(committed):
@@ -103,13 +103,13 @@ class OracleTarget:
         return [structs.replace(outcome, next_proposal=prepared)]
 
     def _outcome(self, message: Verify) -> Outcome:
-        at, nodes = message.base_len, held(self.text, message)
+        at, nodes = message.base_len, accepted_nodes(self.text, message)
         bonus = self.text[at + len(nodes)]
-        path = path_of(nodes)
+        path = outcome_path(nodes)
         return Outcome(message.request, message.epoch, message.round, at, len(nodes), bonus, Span(0, 1), path=path)
 
 
-class Cluster(HonestWorkers):
+class Cluster(FakeWorkers):
     """Runs requests to their end. A drafter has `steps` turns per verify; a message is lost if `drop` returns True."""
 
     def __init__(
@@ -162,7 +162,7 @@ class Cluster(HonestWorkers):
     def send_target(self, message: Message) -> None:
         self.sent_to_target.append(message)
         if not self._drop(message):
-            self._to_target.append(through_the_codec(message))
+            self._to_target.append(codec_round_trip(message))
 
     def flush_and_yield(self) -> None:
         """Does nothing: messages are delivered by `_turn`."""
@@ -170,7 +170,7 @@ class Cluster(HonestWorkers):
     def send_worker(self, name: str, message: Message) -> None:
         self.sent_to_drafters.append((name, message))
         if not self._drop(message):
-            next(link for link in self.links if link.name == name).inbox.append(through_the_codec(message))
+            next(link for link in self.links if link.name == name).inbox.append(codec_round_trip(message))
 
     def run(
         self,
@@ -211,13 +211,13 @@ class Cluster(HonestWorkers):
             self._prepare()
             for outcome in self.target.answer(self._to_target.popleft()):
                 if not self._drop(outcome):
-                    self.rounds.handle([("target-0", through_the_codec(outcome))], self._now)
+                    self.rounds.handle([("target-0", codec_round_trip(outcome))], self._now)
             if self.target.autonomous is not None:
                 self._to_target.appendleft(self.target.autonomous)
                 self.target.autonomous = None
         elif (outcome := self.target.step()) is not None:
             if not self._drop(outcome):
-                self.rounds.handle([("target-0", through_the_codec(outcome))], self._now)
+                self.rounds.handle([("target-0", codec_round_trip(outcome))], self._now)
         else:
             self._work(100)
             self._now += 10_000_000_000 if not self._to_target else 0

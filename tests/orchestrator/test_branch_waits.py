@@ -14,8 +14,8 @@ from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Abilities, Branch, Branches, Message, Outcome, Prepare, Span, Verify
 from outrider.protocol.sampling import SamplingParams
+from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
-from tests.honest import HonestWorkers
 
 VERIFY_MS, DEPTH_MS, STEP_MS = 20.0, 5.0, 4.0
 
@@ -104,7 +104,7 @@ def test_only_branches_of_the_lead_may_be_waited_for_to_become_longer() -> None:
     assert not drafting.draft.can_grow(lead)
 
 
-class RecordingWorkers(HonestWorkers):
+class RecordingWorkers(FakeWorkers):
     """The worker pool as the scheduler sees it. Records the messages to the target."""
 
     target_context = 10_000

@@ -25,13 +25,13 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
+from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
-from tests.honest import HonestWorkers
 
 MS = 1_000_000
 
 
-class Target(HonestWorkers):
+class Target(FakeWorkers):
     """A target that accepts `accepted` tokens of every chain.
 
     Drafting a token takes 2 ms, and a verify 10 ms plus `row_ms` per chain token. `lengths` are the maximum lengths of

@@ -31,9 +31,9 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import MAX_BRANCHES, MAX_SERIAL
-from tests.covering import matrix
 from tests.orchestrator.cluster_in_process import Cluster
 from tests.orchestrator.test_scheduler import PROMPT, random_text, script
+from tests.pairwise import matrix
 from tools.simulation.replay import Script
 
 pytestmark = pytest.mark.usefixtures("counted_clock")

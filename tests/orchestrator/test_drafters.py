@@ -71,7 +71,7 @@ def test_named_drafter_is_the_only_one_used() -> None:
 
 def slow_drafter(admit: Admit, full_depth: bool = False) -> Arm:
     """Returns the plan of a request whose drafter needs as long for a token of 16 branches as a verify takes."""
-    found = Planner(round_settings(1, 16, full_depth=full_depth, each=True))
+    found = Planner(round_settings(1, 16, full_depth=full_depth, branches_per_drafter=True))
     for number in range(40):
         found.estimates.observe_verify(1, 14.0)
         found.estimates.observe_verify(2, 15.7)

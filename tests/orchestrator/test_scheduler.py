@@ -40,9 +40,9 @@ from outrider.protocol.messages import (
 from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, NgramIndex
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
-from tests.covering import matrix
 from tests.harness.settings import round_settings
 from tests.orchestrator.cluster_in_process import Cluster, Script
+from tests.pairwise import matrix
 from tests.system.links import intercept
 
 pytestmark = pytest.mark.usefixtures("counted_clock")

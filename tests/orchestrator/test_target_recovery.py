@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from outrider.orchestrator.events import Committed, RequestEnded
 from outrider.protocol.codec import encode
 from outrider.protocol.messages import Done, Failed, Hello, Message, Open, Prefilled, Verify
-from tests.covering import matrix
 from tests.orchestrator.failing_cluster import FailingCluster, random_text
+from tests.pairwise import matrix
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 

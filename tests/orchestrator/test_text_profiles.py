@@ -17,7 +17,7 @@ from outrider.orchestrator.core.policy.acceptance import (
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.protocol.messages import InProcessDrafter
-from tests.harness.classes_of_text import HOLDS, auto, best_of, cold
+from tests.harness.auto_simulation import ACCEPTANCE, best_rate, cold_start_rates, run_auto
 
 DEPTH = 4
 GOOD_IN = {"eagle3": CODE_TEXT, "mtp": GENERAL_TEXT}
@@ -128,8 +128,8 @@ def test_text_starts_with_the_rates_of_its_kind_and_learns_its_own() -> None:
 
 
 def test_auto_is_near_the_best_of_each_kind_with_misleading_prompts() -> None:
-    found = auto(1, 40, 256, wrong=0.2)
-    assert fmean(found[kind] / best_of(kind) for kind in ("code", "prose")) > 0.95
+    found = run_auto(1, 40, 256, error_rate=0.2)
+    assert fmean(found[kind] / best_rate(kind) for kind in ("code", "prose")) > 0.95
 
 
 def test_first_tokens_shift_the_rates_of_all_positions() -> None:
@@ -158,7 +158,7 @@ def test_long_text_that_becomes_harder_or_easier_is_followed(before: float, afte
 
 def test_a_cold_server_loses_little_in_its_first_requests() -> None:
     """The simulation is deterministic. It gave 0.77 and 0.87 when the rates of a few rounds were trusted."""
-    best = {kind: best_of(kind) for kind in HOLDS}
-    found = [cold(seed, best) for seed in range(3)]
+    best = {kind: best_rate(kind) for kind in ACCEPTANCE}
+    found = [cold_start_rates(seed, best) for seed in range(3)]
     assert fmean(first for first, _ in found) > 0.83
     assert fmean(last for _, last in found) > 0.88

@@ -29,13 +29,13 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs, Origin
+from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
-from tests.honest import HonestWorkers
 
 REQUESTS = ("a", "b", "c")
 
 
-class RecordingWorkers(HonestWorkers):
+class RecordingWorkers(FakeWorkers):
     """A target and no drafter. Records the messages to the target and the events to the front in one list."""
 
     target_context = 10_000

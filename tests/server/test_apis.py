@@ -21,10 +21,10 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import http_process
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.server.mapping import derive_seed
-from tests.covering import matrix
-from tests.halts import pid_of, slowed
 from tests.harness.scripted_model import ANSWER, PLAIN, text_of
+from tests.pairwise import matrix
 from tests.server.running_server import STREAMS, TRIES, RunningServer, wait_until_up
+from tests.suspend import pid_of, throttled
 
 if TYPE_CHECKING:
     import anthropic
@@ -320,7 +320,7 @@ def test_times_of_rounds_are_on_one_clock(pair: RunningServer) -> None:
 
     rounds = generate_rounds()
     while not any(record["lookup"] == "hit" for record in rounds):  # nothing prepared came in time
-        with slowed(pid_of(pair.client, "target")):
+        with throttled(pid_of(pair.client, "target")):
             rounds = generate_rounds()
     for before, after in pairwise(rounds):
         assert 0 <= ended(before["verify"]) <= after["verify"]["start_ms"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.conformance.case import DIFFERS, PASSES, REFUSED, Case, Cases, Outcome, Servers, outcome
+from tests.harness.conformance.case import DIFFERS, PASSES, REFUSED, Case, Cases, Outcome, Servers, run_case
 from tests.harness.conformance.families import FAMILIES
 from tests.harness.conformance.http_client import Server
 from tests.harness.conformance.requests import CHAT, HELLO
@@ -25,9 +25,9 @@ def servers(running_servers: tuple[RunningServer, RunningServer]) -> Servers:
 
 @pytest.mark.parametrize("case", EVERY)
 def test_case_documented_as_passing_passes(servers: Servers, case: Case) -> None:
-    found = outcome(case, servers)
+    found = run_case(case, servers)
     assert cell(case.name) in PAGE, "python -m tests.harness.conformance --write docs/conformance.md"
-    assert found.verdict == PASSES or not PAGE[cell(case.name)], f"{case.name}: {found.words}"
+    assert found.verdict == PASSES or not PAGE[cell(case.name)], f"{case.name}: {found.message}"
 
 
 def test_case_names_are_unique_and_equal_those_of_the_page() -> None:
@@ -41,22 +41,22 @@ def test_case_outcome_is_passes_refused_or_differs(servers: Servers) -> None:
     @cases.add("here")
     def _(at: Servers) -> None:
         """It is answered."""
-        at.chat.whole(CHAT, messages=HELLO)
+        at.chat.json(CHAT, messages=HELLO)
 
     @cases.add("here", why="because")
     def _(at: Servers) -> None:
         """It is | refused."""
-        at.chat.whole(CHAT, messages=[])
+        at.chat.json(CHAT, messages=[])
 
     @cases.add("here")
     def _(at: Servers) -> None:
         """Its fields are otherwise."""
-        at.chat.whole(CHAT, messages=HELLO)["nonsense"]
+        at.chat.json(CHAT, messages=HELLO)["nonsense"]
 
-    found = [outcome(case, servers) for case in cases]
+    found = [run_case(case, servers) for case in cases]
     assert [one.verdict for one in found] == [PASSES, REFUSED, DIFFERS]
-    assert "400: messages" in found[1].words and "nonsense" in found[2].words
+    assert "400: messages" in found[1].message and "nonsense" in found[2].message
     text = page([(cases.title, found)])
     assert passing(text) == {"It is answered": True, "It is \\| refused": False, "Its fields are otherwise": False}
     assert "because" in text and "Of 3 cases 1 pass, 1 are refused, 1 differ" in text
-    assert Outcome(cases[0], PASSES).words == ""
+    assert Outcome(cases[0], PASSES).message == ""

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from outrider import SamplingParams
-from tests.halts import pid_of, slowed, still
 from tests.server.running_server import KEY, RunningServer
+from tests.suspend import pid_of, suspended, throttled
 from tools.page import visit as visiting
 from tools.page.agreement import find_differences
 from tools.page.browser import find_browser, run_browser
@@ -122,7 +122,7 @@ def test_colours_and_figures_agree_with_the_timings(visit: Open, pair: RunningSe
     fill(page, mode=mode)
     answer, lane = generate(page), page.locator(".lane")
     while mode == "sd" and count_colours(lane)["target"] == 32:  # no draft came in time
-        with slowed(pid_of(pair.client, "target")):
+        with throttled(pid_of(pair.client, "target")):
             answer = generate(page)
     assert find_differences(lane, answer) == []
     seen, times = count_colours(lane), read_timings(answer)
@@ -138,7 +138,7 @@ def test_timeline_has_a_row_per_process_and_a_round_slider(visit: Open, pair: Ru
     answer, timeline = generate(page), page.locator(".timeline")
     ahead = timeline.locator("svg[role=img] .bar.ahead")  # the legend has one, too
     while not ahead.count():  # the drafter had no time to work ahead
-        with slowed(pid_of(pair.client, "target")):
+        with throttled(pid_of(pair.client, "target")):
             answer = generate(page)
     assert timeline.locator("svg[role=img] use").count()
     rows = timeline.locator("text.row").all_text_contents()
@@ -183,7 +183,7 @@ def test_race_ends_with_the_same_text_and_reports_the_speedup(visit: Open, pair:
 
     race()
     while not count_colours(page.locator(".lane").nth(1))["prepared"]:  # no prepared chain was in time
-        with slowed(pid_of(pair.client, "target")):
+        with throttled(pid_of(pair.client, "target")):
             race()
     seed = int(re.search(r"seed (\d+)", page.get_by_role("status").inner_text())[1])  # type: ignore[index]
     ar, ssd = (page.locator(".lane").nth(place) for place in range(2))
@@ -218,10 +218,10 @@ def test_stop_button_and_escape_cancel_the_request(visit: Open, pair: RunningSer
     for way in ("button", "Escape"):
         while True:  # until it is stopped before its end
             before = pair.client.stats().totals.predicted_n
-            with slowed(pid_of(pair.client, "target")):  # so that a busy browser can keep up
+            with throttled(pid_of(pair.client, "target")):  # so that a busy browser can keep up
                 page.get_by_role("button", name="Generate").click()
                 page.locator(".text .token").nth(3).wait_for(state="attached")
-            with still(pid_of(pair.client, "target")):
+            with suspended(pid_of(pair.client, "target")):
                 if pair.client.stats().active == 0:
                     continue
                 if way == "button":
@@ -565,7 +565,7 @@ def test_text_does_not_pull_back_a_reader_who_scrolls_by_keyboard(visit: Open, c
     page = visit(chat.url, viewport={"width": 1280, "height": 400})
     endless(page)
     count = "document.querySelectorAll('.lane .token').length"
-    with slowed(pid_of(chat.client, "target")):
+    with throttled(pid_of(chat.client, "target")):
         page.get_by_role("button", name="Send").click()
         while page.evaluate("scrollY") < 100:
             time.sleep(0.05)
@@ -585,7 +585,7 @@ def test_page_still_follows_the_text_after_a_wheel_event_that_scrolls_nothing(vi
     page = visit(chat.url, viewport={"width": 1280, "height": 900})
     endless(page)
     page.evaluate("addEventListener('wheel', () => (wheeled = true))")
-    with slowed(pid_of(chat.client, "target")):
+    with throttled(pid_of(chat.client, "target")):
         page.get_by_role("button", name="Send").click()
         page.locator(".lane .text .token").first.wait_for()
         page.mouse.move(800, 200)

@@ -1,7 +1,7 @@
-"""A whole cluster in one thread, without sockets: the real rounds, the real draft worker, the real target worker.
+"""A cluster in one thread, without sockets: the real scheduler, draft worker and target worker.
 
-Messages pass through the real codec, time is virtual, and a seeded schedule decides how far the drafter comes before an
-outcome arrives, which messages are late and which timeouts expire: a run repeats exactly.
+Messages pass through the real codec, and time is virtual. A seeded schedule decides how much the drafter does before an
+outcome arrives, which messages are late and which timeouts expire, so a run repeats exactly.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from outrider.target_worker.in_process_drafters import (
     InProcessProposer,
 )
 from outrider.target_worker.worker import TargetWorker
+from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
-from tests.honest import HonestWorkers
-from tests.system.links import FakeLink, Idle, VirtualClock, through_the_codec
+from tests.system.links import FakeLink, Idle, VirtualClock, codec_round_trip
 
 UNTIL_IDLE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`turns`: how many turns the draft worker gets before each of the target's, one of these at random.
+    """`turns`: how many turns of its loop the draft worker gets before each of the target's, one of these at random.
 
-    `late`: the share of its messages that arrive only after the next outcome. `impatient`: how often a wait for it runs
-    out before it may answer.
+    `late`: the share of its messages that arrive only after the next outcome. `impatient`: how often a wait for the
+    drafter times out before it can answer.
     """
 
     turns: tuple[int, ...] = (UNTIL_IDLE,)
@@ -73,12 +73,12 @@ MIXED = Schedule(turns=(0, 1, 2, 3, 5, UNTIL_IDLE), late=0.2, impatient=0.2)
 
 
 class Recorder(Trace):
-    """Keeps where each round's chain came from: hit, miss, drafter, ngram or none; and what `held`, by origin."""
+    """Records the source of each round's chain (hit, miss, drafter, ngram, none), and the accepted tokens by origin."""
 
     def __init__(self) -> None:
         super().__init__(None)
         self.sources: dict[int, str] = {}
-        self.held: Counter[str] = Counter()
+        self.accepted: Counter[str] = Counter()
 
     @property
     def enabled(self) -> bool:
@@ -87,11 +87,11 @@ class Recorder(Trace):
     def add(self, track: str, name: str, span: Span, **args: Any) -> None:
         if track == ORCHESTRATOR_TRACK:
             self.sources[args["round"]] = name
-        self.held.update(args.get("by", {}))
+        self.accepted.update(args.get("by", {}))
 
 
-class WatchedDrafter:
-    """Lends the trees it opens to whoever wants to look."""
+class RecordingDrafter:
+    """A drafter that keeps the trees that it opens, for tests to inspect."""
 
     def __init__(self, inner: Drafter) -> None:
         self._inner = inner
@@ -107,8 +107,10 @@ class WatchedDrafter:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A verify of `chain`, a tree with `parents`, from `source`, after `base_len` tokens. `kind`: the
-    class of the proposal, or drawn, if the chain came with what it was drawn from."""
+    """A verification of `chain` (of a tree if it has `parents`) from `source`, after `base_len` tokens.
+
+    `kind`: the class of the proposal, or "drawn" if the chain came with the distribution q that it was drawn from.
+    """
 
     base_len: int
     chain: tuple[int, ...]
@@ -119,7 +121,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished request: its `tokens` without the prompt, and what was verified on the way."""
+    """A finished request: its `tokens` without the prompt, and its verified rounds.
+
+    `traced`: the accepted tokens by origin, from the trace.
+    """
 
     tokens: list[int]
     reason: str
@@ -134,8 +139,9 @@ class Run:
         return Counter(round_.source for round_ in self.rounds)
 
 
-class Cluster(HonestWorkers):
-    """Runs one request at a time to its end. `after_draft` is called with every tree after each turn of the drafter."""
+class Cluster(FakeWorkers):
+    """Runs requests to their end. `after_draft` is called after each turn of the drafter, with the latest tree and the
+    committed tokens."""
 
     def __init__(
         self,
@@ -156,55 +162,57 @@ class Cluster(HonestWorkers):
         trees: bool = False,
         head: Head | None = None,
     ) -> None:
-        """`colocated`: what the target drafts with by itself; `head`: a head that does. `kv_memory`: bytes that each
-        worker may keep texts in.
-
-        `trees`: of drafts, where the target verifies them.
-        """
+        """`colocated`, `head`: a draft model and a head in the target's process. `kv_memory`: bytes of each worker's KV
+        cache. `trees`: drafts may be trees, if the target can verify them."""
         self._trees = trees
         self._model, self._clock, self._schedule = target, clock, schedule
         self._rng = random.Random(seed)
-        self._own, self._own_head, self._kv_memory, self._policy = colocated, head, kv_memory, policy
+        self._in_process_model, self._in_process_head, self._kv_memory, self._policy = (
+            colocated,
+            head,
+            kv_memory,
+            policy,
+        )
         self._head = drafter.head if isinstance(drafter, HeadDrafter) else None
         self.target = self._new_target()
-        self._watched: WatchedDrafter | None = None
+        self._recording_drafter: RecordingDrafter | None = None
         if drafter is not None:
-            self._watched = WatchedDrafter(drafter)
+            self._recording_drafter = RecordingDrafter(drafter)
         self._draft_worker = self._new_drafter()
         self.after_draft = after_draft
-        self._told: list[ToFront] = []
+        self._events: list[ToFront] = []
         self._verifies: list[Verify] = []
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []
         self._recorder = Recorder()
         settings = round_settings(depth, branches, full_depth, ngrams)
-        self.rounds = Scheduler(self, settings, self._tell, self._recorder)
+        self.rounds = Scheduler(self, settings, self._on_event, self._recorder)
         self._serial = 0
-        self._going_on = False
+        self._autonomous = False
 
     def _new_link(self, name: str) -> FakeLink:
         link = FakeLink(name)
-        link.inbox += [through_the_codec(KvMemory(self._kv_memory))] if self._kv_memory else []
+        link.inbox += [codec_round_trip(KvMemory(self._kv_memory))] if self._kv_memory else []
         return link
 
     def _new_target(self) -> TargetWorker:
         self._target_link = self._new_link("target-0")
         found: dict[str, InProcessProposer] = {}
-        if self._own is not None:
-            found["draft"] = InProcessModel(MlxDrafter(self._own))
-        if self._own_head is not None:
-            found["head"] = HeadDrafter(self._own_head, self._model.vocab_size)
+        if self._in_process_model is not None:
+            found["draft"] = InProcessModel(MlxDrafter(self._in_process_model))
+        if self._in_process_head is not None:
+            found["head"] = HeadDrafter(self._in_process_head, self._model.vocab_size)
         own = InProcessDrafters(found)
         return TargetWorker(self._target_link, self._model, drafters=own, remote_head=self._head)  # type: ignore[arg-type]
 
     def _new_drafter(self) -> DraftWorker | None:
         self._draft_link = self._new_link("draft-0")
-        if self._watched is None:
+        if self._recording_drafter is None:
             return None
         compiler = GrammarCompiler(self._model.folder)
-        return DraftWorker(self._draft_link, self._watched, FAN_OUT_POLICIES[self._policy], compiler=compiler)
+        return DraftWorker(self._draft_link, self._recording_drafter, FAN_OUT_POLICIES[self._policy], compiler=compiler)
 
-    # --- what the rounds see --------------------------------------------------------------------------------------
+    # --- the worker pool's interface for the scheduler ------------------------------------------------------------
 
     @property
     def target_context(self) -> int:
@@ -212,8 +220,8 @@ class Cluster(HonestWorkers):
 
     @property
     def target_abilities(self) -> Abilities:
-        own = (abilities_of.InProcessDrafter("draft"),) if self._own is not None else ()
-        own += (abilities_of.InProcessDrafter("head", is_head=True),) if self._own_head is not None else ()
+        own = (abilities_of.InProcessDrafter("draft"),) if self._in_process_model is not None else ()
+        own += (abilities_of.InProcessDrafter("head", is_head=True),) if self._in_process_head is not None else ()
         trees = self._trees and self.target.verifies_trees
         return structs.replace(probe_abilities(self._model), drafters=own, trees=trees)
 
@@ -228,17 +236,17 @@ class Cluster(HonestWorkers):
 
     def send_target(self, message: Message) -> None:
         if isinstance(message, Verify):
-            self._going_on = message.autonomous
+            self._autonomous = message.autonomous
             self._verifies += [] if message.draft else [message]
-        self._target_link.inbox.append(through_the_codec(message))
+        self._target_link.inbox.append(codec_round_trip(message))
 
     def flush_and_yield(self) -> None:
-        """Nothing waits for anything here."""
+        """Does nothing: messages are delivered when they are sent."""
 
     def send_worker(self, name: str, message: Message) -> None:
-        self._draft_link.inbox.append(through_the_codec(message))
+        self._draft_link.inbox.append(codec_round_trip(message))
 
-    # --- what a test sees -----------------------------------------------------------------------------------------
+    # --- the interface for tests ----------------------------------------------------------------------------------
 
     def run(
         self,
@@ -246,28 +254,30 @@ class Cluster(HonestWorkers):
         sampling: SamplingParams,
         mode: str = "ssd",
         eos: frozenset[int] = frozenset(),
-        said: Sequence[int] = (),
+        resume_tokens: Sequence[int] = (),
         drafter: str = "",
     ) -> Run:
-        """`resume_tokens`: the text's first tokens, which another cluster has made."""
-        self._told, self._verifies, self._tokens, self._recorder.sources = [], [], list(prompt), {}
-        self._logprobs, self._recorder.held = [], Counter()
+        """Runs a request. `resume_tokens`: the first tokens of its text, generated by another cluster."""
+        self._events, self._verifies, self._tokens, self._recorder.sources = [], [], list(prompt), {}
+        self._logprobs, self._recorder.accepted = [], Counter()
         self._serial += 1
-        if self._watched is not None:
-            self._watched.trees.clear()
+        if self._recording_drafter is not None:
+            self._recording_drafter.trees.clear()
         admit = Admit(
-            f"r{self._serial}", tuple(prompt), sampling, mode, eos, resume_tokens=tuple(said), drafter=drafter
+            f"r{self._serial}", tuple(prompt), sampling, mode, eos, resume_tokens=tuple(resume_tokens), drafter=drafter
         )
         self.rounds.begin(admit, self._clock())
         for _ in range(100 * sampling.max_tokens + 1000):
             if not self.rounds.active:
-                return self._finished(len(prompt))
+                return self._result(len(prompt))
             self._turn()
-        raise TimeoutError(f"the request hangs: {self._told[-3:]}")
+        raise TimeoutError(f"the request hangs: {self._events[-3:]}")
 
-    def run_together(self, prompt: Sequence[int], samplings: Sequence[SamplingParams], mode: str) -> list[list[int]]:
-        """The texts of several requests at once, which come one after the other, a turn apart."""
-        self._told, self._recorder.sources, names = [], {}, []
+    def run_concurrently(
+        self, prompt: Sequence[int], samplings: Sequence[SamplingParams], mode: str
+    ) -> list[list[int]]:
+        """Runs several requests concurrently, each started a turn after the previous one, and returns their tokens."""
+        self._events, self._recorder.sources, names = [], {}, []
         for sampling in samplings:
             self._serial += 1
             names.append(f"r{self._serial}")
@@ -277,17 +287,17 @@ class Cluster(HonestWorkers):
             if not self.rounds.active:
                 break
             self._turn()
-        if sum(isinstance(event, RequestEnded) for event in self._told) < len(names):
-            raise TimeoutError(f"a request hangs or broke: {self._told[-3:]}")
-        said = [event for event in self._told if isinstance(event, Committed)]
-        return [[token for event in said if event.request == name for token in event.tokens] for name in names]
+        if sum(isinstance(event, RequestEnded) for event in self._events) < len(names):
+            raise TimeoutError(f"a request hangs or broke: {self._events[-3:]}")
+        committed = [event for event in self._events if isinstance(event, Committed)]
+        return [[token for event in committed if event.request == name for token in event.tokens] for name in names]
 
     def lose_drafter(self) -> None:
         self._draft_worker = None
         self.rounds.on_drafter_lost("draft-0", "draft worker draft-0 was lost", self._clock())
 
     def replace_drafter(self) -> None:
-        """The drafter dies, and another one comes at once."""
+        """Replaces the drafter by a new one at once."""
         if self._draft_worker is not None:
             self._draft_worker.forget()
         self.lose_drafter()
@@ -295,16 +305,16 @@ class Cluster(HonestWorkers):
         self.rounds.on_drafter_ready("draft-0")
 
     def replace_target(self) -> None:
-        """The target dies, and another one comes at once."""
+        """Replaces the target by a new one at once, without its requests."""
         self.target = self._new_target()
         self.rounds.on_target_lost("target worker target-0 was lost", False)
         self.rounds.on_target_ready()
 
-    def _finished(self, prompt_len: int) -> Run:
-        last = self._told[-1]
+    def _result(self, prompt_len: int) -> Run:
+        last = self._events[-1]
         if isinstance(last, Failed) or not isinstance(last, RequestEnded):
             raise RuntimeError(f"the request broke: {last}")
-        sources = self._recorder.sources  # what prolongs plain rounds proposes nothing
+        sources = self._recorder.sources  # a VERIFY that only prolongs autonomous rounds is not among them
         rounds = [
             Round(
                 v.base_len,
@@ -316,12 +326,12 @@ class Cluster(HonestWorkers):
             for v in self._verifies
             if v.round in sources
         ]
-        said = self._tokens[prompt_len:]
-        held = self._recorder.held
-        return Run(said, last.reason, last.timings, rounds, last.notes, self._logprobs, held)
+        generated = self._tokens[prompt_len:]
+        traced = self._recorder.accepted
+        return Run(generated, last.reason, last.timings, rounds, last.notes, self._logprobs, traced)
 
-    def _tell(self, event: ToFront) -> None:
-        self._told.append(event)
+    def _on_event(self, event: ToFront) -> None:
+        self._events.append(event)
         if isinstance(event, Committed):
             self._tokens += event.tokens
             self._logprobs += [event.logprobs] if event.logprobs is not None else []
@@ -329,19 +339,19 @@ class Cluster(HonestWorkers):
     # --- time -----------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """The drafter gets some turns, the target one; when the target waits for the drafter, that one goes on."""
-        late = list(self._draft(self._rng.choice(self._schedule.turns)))
-        if self._turn_target():
+        """Runs some turns of the drafter and one of the target. If the target is idle, the drafter runs until it is."""
+        late = list(self._run_drafter(self._rng.choice(self._schedule.turns)))
+        if self._run_target_turn():
             self._deliver(late)
             return
         if self._rng.random() >= self._schedule.impatient:
-            self._deliver([*late, *self._draft(UNTIL_IDLE)])
+            self._deliver([*late, *self._run_drafter(UNTIL_IDLE)])
         if not self._target_link.inbox:
             self._clock.skip(10_000_000_000)
             self.rounds.on_tick(self._clock())
 
-    def _turn_target(self) -> bool:
-        """One turn of the target's loop and the delivery of its answers; False when it had nothing to do."""
+    def _run_target_turn(self) -> bool:
+        """Runs one turn of the target's loop, and delivers its messages. Returns False if it was idle."""
         try:
             self.target.turn()
         except Idle:
@@ -360,14 +370,14 @@ class Cluster(HonestWorkers):
                         DraftTokens(message.drafted.chain, message.drafted.parents),
                     )
                 )
-            if isinstance(message, Outcome) and message.next_proposal is not None and not self._going_on:
+            if isinstance(message, Outcome) and message.next_proposal is not None and not self._autonomous:
                 base_len = message.base_len + message.accepted + 1
                 place = message.request, message.epoch, message.round + 1, base_len
                 self._verifies.append(Verify(*place, message.next_proposal))
         return True
 
-    def _draft(self, turns: int) -> Iterator[Message]:
-        """Some turns of the draft worker's loop: delivers what it sends, but yields what shall be late."""
+    def _run_drafter(self, turns: int) -> Iterator[Message]:
+        """Runs some turns of the draft worker's loop. Delivers its messages, except for late ones, which it yields."""
         for _ in range(turns):
             if self._draft_worker is None:
                 return
@@ -375,7 +385,7 @@ class Cluster(HonestWorkers):
                 self._draft_worker.turn()
             except Idle:
                 return
-            self._look()
+            self._call_after_draft()
             while self._draft_link.sent:
                 message = self._draft_link.sent.popleft()
                 if self._rng.random() < self._schedule.late:
@@ -388,7 +398,7 @@ class Cluster(HonestWorkers):
             if self._draft_worker is not None:
                 self.rounds.handle([("draft-0", message)], self._clock())
 
-    def _look(self) -> None:
-        if self.after_draft is not None and self._watched is not None:
-            for tree in self._watched.trees[-1:]:
+    def _call_after_draft(self) -> None:
+        if self.after_draft is not None and self._recording_drafter is not None:
+            for tree in self._recording_drafter.trees[-1:]:
                 self.after_draft(tree, self._tokens)

@@ -1,4 +1,4 @@
-"""Fixtures of the system's tests: tiny models in memory, whole clusters in one thread, plain decoding."""
+"""Fixtures of the system tests: tiny models in memory, clusters in one thread, plain decoding."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from outrider.protocol.sampling import SamplingParams
 from tests.slots import open_slots
 from tests.system.cluster import Cluster
 from tests.system.links import VirtualClock
-from tests.system.small import NOISES, SMALL
+from tests.system.small_models import DRAFT_NOISE, SMALL_CONFIG
 from tests.target_worker.heads import markov_llama
 from tests.tiny import Pair
 
 
 @pytest.fixture(scope="session")
 def loaded(tiny_model: Callable[..., Path]) -> Callable[..., LoadedModel]:
-    """`loaded(path)`: a model in memory, once a session."""
+    """`loaded(path)`: the model in memory, loaded once a session."""
     models: dict[Path, LoadedModel] = {}
 
     def get(path: Path) -> LoadedModel:
@@ -40,10 +40,11 @@ def loaded(tiny_model: Callable[..., Path]) -> Callable[..., LoadedModel]:
 def small_pair(
     random_pair: Callable[..., Pair], loaded: Callable[[Path], LoadedModel]
 ) -> Callable[..., tuple[LoadedModel, LoadedModel]]:
-    """`small_pair("model", **config) -> target, draft`: the draft is one of NOISES, the target the same for all."""
+    """`small_pair("model", **config) -> target, draft`: the draft by its name in DRAFT_NOISE, with the same target for
+    all."""
 
     def make(draft: str, **config: Any) -> tuple[LoadedModel, LoadedModel]:
-        pair = random_pair("llama", noise=NOISES[draft], **{**SMALL, **config})
+        pair = random_pair("llama", noise=DRAFT_NOISE[draft], **{**SMALL_CONFIG, **config})
         return loaded(pair.target), loaded(pair.draft)
 
     return make
@@ -51,13 +52,13 @@ def small_pair(
 
 @pytest.fixture(scope="session")
 def served(random_pair: Callable[..., Pair]) -> Pair:
-    """For real processes of which any text will do: they are up in half the time that the tiny pair takes."""
+    """A pair for real processes, if any text will do. It starts in half the time of the tiny pair."""
     return random_pair("llama", max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module")
 def served_target(served: Pair) -> LoadedModel:
-    """The target of `served`, in this process."""
+    """The target of `served`, loaded in this process."""
     return load(served.target)
 
 
@@ -69,7 +70,7 @@ def codec(served: Pair) -> TextCodec:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """One whose text heads foretell, see tests/target_worker/heads.py."""
+    """A target whose text the heads of tests/target_worker/heads.py can predict."""
     return markov_llama(tmp_path_factory.mktemp("markov"))
 
 
@@ -77,9 +78,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def make_cluster(
     small_pair: Callable[..., tuple[LoadedModel, LoadedModel]], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Cluster]:
-    """`make_cluster("model", depth=3, ...)`: the draft by name, a drafter, or None.
+    """`make_cluster("model", depth=3, ...)`: a cluster with a draft model by name, a drafter, or no drafter (None).
 
-    `config` is the models'; `target`: another target than the small pair's; `colocated`: what that drafts with itself.
+    `config`: overrides of the models' configs. `target`: replaces the small pair's target. `colocated`: a draft model
+    in the target's process, by name or loaded.
     """
     clock = VirtualClock()
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
@@ -102,7 +104,7 @@ def make_cluster(
 
 @pytest.fixture(scope="session")
 def plain() -> Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]:
-    """`plain(model, prompt, sampling)`: what the target alone says, one step a token."""
+    """`plain(model, prompt, sampling)`: the tokens that the target generates alone, one a forward."""
     known: dict[tuple[LoadedModel, tuple[int, ...], SamplingParams], list[int]] = {}
 
     def decode(model: LoadedModel, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:

@@ -1,4 +1,4 @@
-// Preloaded: whoever asks what time it is hears of six hours more or less, to and fro. Other clocks are as they were.
+// A library to preload: the wall clock jumps to and fro by up to twelve hours. Other clocks are not changed.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <sys/time.h>

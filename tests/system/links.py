@@ -1,4 +1,4 @@
-"""What replaces sockets in a cluster of one thread: virtual time and links."""
+"""Fake links between workers and the scheduler, and a virtual clock, for clusters in one thread without sockets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Handle = Callable[[str, Message, int], None]
 
 
 class VirtualClock:
-    """A clock that advances randomly at each reading, so that every kind of wait and fallback seems to pay at times."""
+    """A clock that advances by a random time at each reading, so that every strategy seems the fastest at times."""
 
     def __init__(self) -> None:
         self._rng = random.Random(0)
@@ -32,11 +32,11 @@ class VirtualClock:
 
 
 class Idle(Exception):
-    """The worker would block."""
+    """Raised when a worker would block, because it has no messages and nothing to do."""
 
 
-class Listening:
-    """The receiving half of a link without a socket; no supervisor watches the worker."""
+class FakeReceiver:
+    """The receiving half of a worker's link, without a socket and a supervisor."""
 
     inbox: deque[Message]
 
@@ -55,8 +55,8 @@ class Listening:
 
 
 @dataclass
-class FakeLink(Listening):
-    """A worker's link without a socket: the messages that it will receive, and those that it sent."""
+class FakeLink(FakeReceiver):
+    """A worker's link without a socket. `inbox`: the messages to receive. `sent`: the messages that it sent."""
 
     name: str
     inbox: deque[Message] = field(default_factory=deque)
@@ -66,12 +66,12 @@ class FakeLink(Listening):
         self.sent += decode_all([bytes(frame) for frame in encode_all(messages)])
 
 
-class Turning(Protocol):
+class WorkerLoop(Protocol):
     def turn(self) -> bool: ...
 
 
-def answered(worker: Turning, link: FakeLink, messages: Sequence[Message], turns: int = 1000) -> list[Any]:
-    """Returns a worker's answers to these messages, after `turns` turns of its loop or when it would wait."""
+def run_worker(worker: WorkerLoop, link: FakeLink, messages: Sequence[Message], turns: int = 1000) -> list[Any]:
+    """Delivers messages to a worker, runs up to `turns` turns of its loop until it is idle; returns what it sent."""
     link.inbox += messages
     before = len(link.sent)
     try:
@@ -83,7 +83,7 @@ def answered(worker: Turning, link: FakeLink, messages: Sequence[Message], turns
 
 
 def deliver_during_a_forward(worker: Any, link: FakeLink, make: Callable[[], Message], after: int = 0) -> None:
-    """Lets a message arrive at a target worker during one forward, `after` that many others."""
+    """Delivers a message to a target worker during a forward, after that many other forwards."""
     advance, forwards = worker.runner.advance, count()
 
     def advance_and_deliver(running: Any) -> Any:
@@ -111,5 +111,5 @@ def intercept(scheduler: Scheduler, hook: Handle) -> Handle:
     return lambda sender, message, now_ns: handle([(sender, message)], now_ns)
 
 
-def through_the_codec(message: Message) -> Message:
+def codec_round_trip(message: Message) -> Message:
     return decode([bytes(frame) for frame in encode(message)])

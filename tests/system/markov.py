@@ -1,6 +1,6 @@
-"""Toy models whose next token depends only on the last one, by a table, so that the text's distribution is known.
+"""Models whose next token depends only on the last one, by a table, so that the distribution of their text is known.
 
-`p_values` holds a text to it: chi-square on what follows each token, and on the next two tokens together.
+`p_values` tests texts against it by chi-square: the tokens that follow each token, and the pairs that follow it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEAST_EXPECTED = 5.0
 
 
 class Markov(nn.Module):
-    """Row a of the table [V, V] are the logits after token a. It remembers nothing, so it has no layers."""
+    """A Markov chain: row a of the table [V, V] has the logits after token a. It needs no KV cache and no layers."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def markov(table: Table) -> LoadedModel:
 
 
 def p_values(texts: Sequence[Sequence[int]], table: Table) -> tuple[float, float]:
-    """Of the tokens after each token, and of the pairs after each token, at temperature 1."""
+    """Returns the p-values of the tokens, and of the pairs of tokens, that follow each token, at temperature 1."""
     p = np.exp(table.astype(np.float64))
     p /= p.sum(axis=1, keepdims=True)
     tokens = range(len(p))
@@ -60,7 +60,7 @@ def p_values(texts: Sequence[Sequence[int]], table: Table) -> tuple[float, float
 
 
 def _p_value(counted: Counter[tuple[int, Any]], expected: Mapping[int, Mapping[Hashable, float]]) -> float:
-    """Over all first tokens; what is expected less than five times is taken together."""
+    """Returns the p-value over all first tokens. Cells that are expected less than five times are merged."""
     statistic, freedom = 0.0, 0
     for first, shares in expected.items():
         seen = {rest: counted[first, rest] for rest in shares}

@@ -1,4 +1,4 @@
-"""A cluster in one thread with a prefill worker, and faults of its messages."""
+"""A cluster in one thread with a prefill worker, whose messages can be lost, repeated or changed."""
 
 from __future__ import annotations
 
@@ -12,60 +12,65 @@ from outrider.engine.loading import LoadedModel
 from outrider.prefill_worker.worker import MlxReader, PrefillWorker
 from outrider.protocol.messages import Hello, KvMemory, Message, PromptKv
 from tests.system.cluster import Cluster
-from tests.system.links import FakeLink, Idle, through_the_codec
+from tests.system.links import FakeLink, Idle, codec_round_trip
 
 NAME = "prefill-0"
-Way = Callable[[Message, random.Random], list[Message]]
-"""What becomes of a message to or from the prefill worker."""
+MessageFault = Callable[[Message, random.Random], list[Message]]
+"""Returns the messages to deliver in place of a message to or from the prefill worker."""
 
 
 class PrefillCluster(Cluster):
-    """`way`: what becomes of words on the way, both ways; `turns` of the prefill worker to one of the target's."""
+    """`fault`: applied to all messages to and from the prefill worker. `turns`: its turns before each of the target's.
 
-    def __init__(self, target: LoadedModel, *arguments: Any, way: Way, turns: int = 1, **settings: Any) -> None:
+    `delivered`: the pieces of prompts that reached the scheduler.
+    """
+
+    def __init__(
+        self, target: LoadedModel, *arguments: Any, fault: MessageFault, turns: int = 1, **settings: Any
+    ) -> None:
         self._reader = MlxReader(target)
-        self._reader_link = FakeLink(NAME)
-        self._reader_link.inbox.append(through_the_codec(KvMemory(1 << 24)))
-        self.prefill = PrefillWorker(self._reader_link, self._reader)
-        self._way, self._turns = way, turns
-        self.is_there = True
-        self.handed: list[PromptKv] = []
-        self._way_rng = random.Random(7)
+        self._prefill_link = FakeLink(NAME)
+        self._prefill_link.inbox.append(codec_round_trip(KvMemory(1 << 24)))
+        self.prefill = PrefillWorker(self._prefill_link, self._reader)
+        self._fault, self._turns = fault, turns
+        self.is_available = True
+        self.delivered: list[PromptKv] = []
+        self._fault_rng = random.Random(7)
         super().__init__(target, *arguments, **settings)
 
     def hello(self, name: str) -> Hello:
         return structs.replace(super().hello(name), role="prefill" if name == NAME else "draft")
 
     def prefill_workers(self) -> set[str]:
-        return {NAME} if self.is_there else set()
+        return {NAME} if self.is_available else set()
 
     def lose_prefill_worker(self) -> None:
-        self.is_there = False
-        self._reader_link.inbox.clear()
+        self.is_available = False
+        self._prefill_link.inbox.clear()
         self.rounds.on_prefill_worker_lost(NAME)
 
     def send_worker(self, name: str, message: Message) -> None:
         if name != NAME:
             super().send_worker(name, message)
-        elif self.is_there:
-            self._reader_link.inbox += [through_the_codec(one) for one in self._way(message, self._way_rng)]
+        elif self.is_available:
+            self._prefill_link.inbox += [codec_round_trip(one) for one in self._fault(message, self._fault_rng)]
 
     def _turn(self) -> None:
-        """Time passes only where nobody has anything to do."""
+        """Runs the prefill worker for `turns` turns, or until it is idle if the target is idle, and then the others."""
         turns = 0
-        while self._reads() and (turns < self._turns or not self._target_link.inbox):
+        while self._run_prefill_turn() and (turns < self._turns or not self._target_link.inbox):
             turns += 1
         super()._turn()
 
-    def _reads(self) -> bool:
-        """One turn of the prefill worker's loop, and what it says; False: it waits."""
+    def _run_prefill_turn(self) -> bool:
+        """Runs one turn of the prefill worker's loop, and delivers its messages. Returns False if it was idle."""
         try:
-            if not self.is_there or not self.prefill.turn():
+            if not self.is_available or not self.prefill.turn():
                 return False
         except Idle:
             return False
-        while self._reader_link.sent and self.is_there:
-            for message in self._way(self._reader_link.sent.popleft(), self._way_rng):
-                self.handed += [message] if isinstance(message, PromptKv) else []
-                self.rounds.handle([(NAME, through_the_codec(message))], self._clock())
+        while self._prefill_link.sent and self.is_available:
+            for message in self._fault(self._prefill_link.sent.popleft(), self._fault_rng):
+                self.delivered += [message] if isinstance(message, PromptKv) else []
+                self.rounds.handle([(NAME, codec_round_trip(message))], self._clock())
         return True

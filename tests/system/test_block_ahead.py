@@ -24,10 +24,10 @@ from tests.target_worker.block_heads import block_feature_head, block_head, bloc
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 
-Heads = Callable[[LoadedModel], DFlash]
+MakeHead = Callable[[LoadedModel], DFlash]
 
 
-def cluster(target: LoadedModel, head: DFlash, kind: type[Cluster] = Cluster, **other: Any) -> Cluster:
+def make_head_cluster(target: LoadedModel, head: DFlash, kind: type[Cluster] = Cluster, **other: Any) -> Cluster:
     drafter = make_for_draft_worker(head, "dflash", target.vocab_size)
     return kind(target, drafter, VirtualClock(), **{"ngrams": False, "full_depth": True, **other})
 
@@ -35,35 +35,37 @@ def cluster(target: LoadedModel, head: DFlash, kind: type[Cluster] = Cluster, **
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_concurrent_requests_keep_the_targets_text(target: LoadedModel, mode: str) -> None:
     params = [sampling(temp, seed) for seed, temp in enumerate((0.0, 0.8, 0.8, 0.8))]
-    made = cluster(target, gated_head(target), full_depth=False)
-    assert made.run_together(PROMPT, params, mode) == Cluster(target, None, VirtualClock()).run_together(
+    simulated = make_head_cluster(target, gated_head(target), full_depth=False)
+    assert simulated.run_concurrently(PROMPT, params, mode) == Cluster(target, None, VirtualClock()).run_concurrently(
         PROMPT, params, "ar"
     )
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_prepared_branches_of_a_block_head_are_served(target: LoadedModel, temp: float) -> None:
-    """A head that foretells what follows any token that it is told: the first of each branch holds."""
-    run = cluster(target, block_token_head(target), depth=2).run(PROMPT, sampling(temp), "ssd")
+    """With a head that predicts the token after any given one: the first token of each branch is accepted."""
+    run = make_head_cluster(target, block_token_head(target), depth=2).run(PROMPT, sampling(temp), "ssd")
     assert any(round_.source == "hit" and len(round_.chain) > 1 for round_ in run.rounds) and accepted(run) > 0
 
 
 def test_block_head_needs_fresh_target_features(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that knows what follows from the target's row alone; from none, or an older one, it does not."""
-    fresh = cluster(target, block_feature_head(target)).run(PROMPT, sampling(0.0), "sd")
+    """A head that predicts from the target's latest features fails if they are replaced by zeros or by older ones."""
+    fresh = make_head_cluster(target, block_feature_head(target)).run(PROMPT, sampling(0.0), "sd")
     zeroed, stale = block_feature_head(target), block_feature_head(target)
     fuse = stale.fuse
     monkeypatch.setattr(zeroed, "fuse", lambda rows: mx.zeros_like(fuse(rows)))
     monkeypatch.setattr(stale, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
-    others = [cluster(target, head).run(PROMPT, sampling(0.0), "sd") for head in (zeroed, stale)]
+    others = [make_head_cluster(target, head).run(PROMPT, sampling(0.0), "sd") for head in (zeroed, stale)]
     assert accepted(fresh) > max(map(accepted, others)) + 0.2
 
 
-@pytest.mark.parametrize(("made", "mode"), [(block_head, "sd"), (gated_head, "ssd"), (block_token_head, "ssd")])
-def test_block_heads_cache_equals_a_fresh_read_after_each_round(target: LoadedModel, made: Heads, mode: str) -> None:
-    """Whatever was accepted: blocks leave nothing behind, and each true row is read once."""
-    head = made(target)
-    told: dict[int, np.ndarray[Any, Any]] = {}
+@pytest.mark.parametrize(("make_head", "mode"), [(block_head, "sd"), (gated_head, "ssd"), (block_token_head, "ssd")])
+def test_block_heads_cache_equals_a_fresh_read_after_each_round(
+    target: LoadedModel, make_head: MakeHead, mode: str
+) -> None:
+    """Rejected blocks leave nothing in the cache, and each row of features is read once, whatever is accepted."""
+    head = make_head(target)
+    received_rows: dict[int, np.ndarray[Any, Any]] = {}
     seen: set[int] = set()
 
     def check(tree: TokenTree, text: Sequence[int]) -> None:
@@ -72,31 +74,34 @@ def test_block_heads_cache_equals_a_fresh_read_after_each_round(target: LoadedMo
             seen.add(tree.committed_len)
             assert column_tokens(tree) == list(text[: tree.committed_len])
             assert tree.kv_rows.feature_positions.tolist() == list(range(tree.kv_rows.features.end))
-            assert distance(head, tree, np.stack([told[at] for at in range(tree.kv_rows.features.end)])) < 2e-3
+            assert (
+                cache_distance(head, tree, np.stack([received_rows[at] for at in range(tree.kv_rows.features.end)]))
+                < 2e-3
+            )
 
-    played = cluster(target, head, schedule=MIXED, after_draft=check)
-    send = played.send_worker
+    simulated = make_head_cluster(target, head, schedule=MIXED, after_draft=check)
+    send = simulated.send_worker
 
-    def watched(name: str, message: Message) -> None:
+    def send_and_record(name: str, message: Message) -> None:
         if isinstance(message, Features):
-            told.update(enumerate(message.rows, message.position))
+            received_rows.update(enumerate(message.rows, message.position))
         send(name, message)
 
-    played.send_worker = watched  # type: ignore[method-assign]
-    run = played.run(PROMPT, sampling(0.8), mode)
+    simulated.send_worker = send_and_record  # type: ignore[method-assign]
+    run = simulated.run(PROMPT, sampling(0.8), mode)
     assert len(seen) > 4 and run.timings.predicted_n == LENGTH
 
 
-def distance(head: DFlash, tree: BlockTree, rows: np.ndarray[Any, Any]) -> float:
-    """How far what it remembers is from what a head does that is told these rows at once."""
+def cache_distance(head: DFlash, tree: BlockTree, rows: np.ndarray[Any, Any]) -> float:
+    """Returns the largest difference of the tree's KV cache from that of a head that is fed these rows at once."""
     text = [1] * (len(rows) + 1)
     fresh = make_for_draft_worker(head, "dflash", 10_000).open(text, SamplingParams())
     assert isinstance(fresh, BlockTree)
     fresh.add_features(0, rows)
     fresh.read(text)
-    apart = 0.0
+    largest = 0.0
     texts = [each.kv_rows.kv_cache.save(each.kv_rows.sequence, len(rows)) for each in (tree, fresh)]
-    for mine, theirs in zip(*(text.layers for text in texts), strict=True):
-        for own, fed in zip(mine, theirs, strict=True):
-            apart = max(apart, float(mx.abs(own - fed).max().item()))
-    return apart
+    for actual, theirs in zip(*(text.layers for text in texts), strict=True):
+        for layer, expected_layer in zip(actual, theirs, strict=True):
+            largest = max(largest, float(mx.abs(layer - expected_layer).max().item()))
+    return largest

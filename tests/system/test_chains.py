@@ -1,6 +1,6 @@
-"""A drafter's proposals equal a fresh drafter's, which detects an invalid draft cache.
+"""A drafter's proposals equal those of a fresh drafter, so its cache is valid.
 
-The text can't tell: the target corrects everything.
+The generated text can't show that, because the target corrects every wrong draft.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Branches, Message
 from outrider.protocol.sampling import SamplingParams
 from tests.columns import column_tokens
-from tests.covering import matrix
-from tests.slots import open_read
+from tests.pairwise import matrix
+from tests.slots import open_draft_tree
 from tests.system.cluster import AMPLE, MIXED, UNTIL_IDLE, Cluster, Schedule
+from tests.system.fresh_drafts import TIE, fresh_scores, mismatches, only_ties
 from tests.system.links import intercept
-from tests.system.redraft import TIE, doubts, fresh_scores, only_ties
-from tests.system.small import TOY
+from tests.system.small_models import TOY_CONFIG
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 26, 5, 35, 3, 14, 15]
 SAMPLINGS = {
@@ -44,7 +44,7 @@ def test_every_served_chain_equals_a_fresh_drafters(
     cluster = make_cluster(draft, depth=4, branches=8, ngrams=False, schedule=SCHEDULES[schedule])
     run = cluster.run(PROMPT, params, mode)
     text, served = [*PROMPT, *run.tokens], [round_ for round_ in run.rounds if round_.chain]
-    found = [doubt for round_ in served for doubt in doubts(model, text[: round_.base_len], round_.chain, params)]
+    found = [one for round_ in served for one in mismatches(model, text[: round_.base_len], round_.chain, params)]
     assert len(served) > 4
     assert only_ties(found), found
     print("ties:", found)
@@ -52,13 +52,13 @@ def test_every_served_chain_equals_a_fresh_drafters(
 
 @pytest.mark.parametrize("seed", range(2))
 def test_late_branches_are_not_served_in_another_round(make_cluster: Make, small_pair: Small, seed: int) -> None:
-    """With five tokens the same outcome comes up again and again, so a branch of the round before would be found."""
-    params, model = SamplingParams(max_tokens=60, temp=1.0, seed=seed), small_pair("model", **TOY)[1]
+    """With five tokens the same outcomes recur, so a branch of an earlier round would match if it were looked up."""
+    params, model = SamplingParams(max_tokens=60, temp=1.0, seed=seed), small_pair("model", **TOY_CONFIG)[1]
     late = Schedule(turns=(1, 2, UNTIL_IDLE), late=0.6, impatient=0.5)
-    cluster = make_cluster("model", config=TOY, depth=3, branches=6, ngrams=False, schedule=late, seed=seed)
+    cluster = make_cluster("model", config=TOY_CONFIG, depth=3, branches=6, ngrams=False, schedule=late, seed=seed)
     run = cluster.run([1, 2, 3, 4], params)
     text = [1, 2, 3, 4, *run.tokens]
-    found = [doubt for round_ in run.rounds for doubt in doubts(model, text[: round_.base_len], round_.chain, params)]
+    found = [one for round_ in run.rounds for one in mismatches(model, text[: round_.base_len], round_.chain, params)]
     assert run.sources["hit"] > 2
     assert only_ties(found), found
 
@@ -69,7 +69,7 @@ def test_late_branches_are_not_served_in_another_round(make_cluster: Make, small
 def test_every_branch_and_its_outcome_equal_a_fresh_drafters(
     make_cluster: Make, small_pair: Small, sampling: str, schedule: str
 ) -> None:
-    """Those that nobody asked for too; and the outcomes chosen are its best candidates there."""
+    """Also branches that are never served; and the chosen outcomes are the drafter's likeliest tokens there."""
     params, model = SAMPLINGS[sampling], small_pair("model")[1]
     cluster = make_cluster("model", depth=3, branches=8, ngrams=False, schedule=SCHEDULES[schedule])
     pushed = record_branches(cluster)
@@ -81,7 +81,7 @@ def test_every_branch_and_its_outcome_equal_a_fresh_drafters(
         chain = verified[base_len]
         at = [*text[:base_len], *chain[:accepted]]
         for bonus, branch in branches.items():
-            assert only_ties(doubts(model, [*at, bonus], branch, params))
+            assert only_ties(mismatches(model, [*at, bonus], branch, params))
             checked += 1
         scores = fresh_scores(model, at, 1, params)[0]
         if accepted < len(chain):
@@ -92,7 +92,7 @@ def test_every_branch_and_its_outcome_equal_a_fresh_drafters(
 
 
 def record_branches(cluster: Cluster) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
-    """(base_len, accepted) -> bonus -> the longest chain pushed for that outcome."""
+    """Returns a dict that is filled during the run: (base_len, accepted) -> bonus -> the branch's longest chain."""
     pushed: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
 
     def listen(sender: str, message: Message, now_ns: int) -> None:
@@ -110,7 +110,7 @@ def record_branches(cluster: Cluster) -> dict[tuple[int, int], dict[int, tuple[i
 def test_drafters_cache_holds_the_committed_tokens_every_round(
     make_cluster: Make, small_pair: Small, sampling: str, schedule: str, mode: str
 ) -> None:
-    """By their own account, and by what they make the model say after them."""
+    """Compares the tokens of the columns, and the scores that the model computes from them."""
     params = SAMPLINGS[sampling]
     fresh = MlxDrafter(small_pair("model")[1])
     seen: list[int] = []
@@ -122,7 +122,7 @@ def test_drafters_cache_holds_the_committed_tokens_every_round(
             return
         seen.append(tree.committed_len)
         assert len(columns) == tree.committed_len
-        again = open_read(fresh, columns, params)
+        again = open_draft_tree(fresh, columns, params)
         (ours,), (theirs,) = tree.candidates([tree.root], 10), again.candidates([again.root], 10)
         assert [c.gap for c in ours] == pytest.approx([c.gap for c in theirs], abs=TIE)
         assert [c.token for c in ours] == [c.token for c in theirs]

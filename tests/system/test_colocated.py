@@ -15,13 +15,13 @@ from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.columns import column_tokens
-from tests.covering import matrix
+from tests.pairwise import matrix
 from tests.system.cluster import Cluster, Run
+from tests.system.fresh_drafts import mismatches, only_ties
 from tests.system.links import intercept
 from tests.system.markov import markov, p_values
-from tests.system.redraft import doubts, only_ties
-from tests.system.same import check_same
-from tests.system.small import LOOPING
+from tests.system.same_text import check_same
+from tests.system.small_models import LOOPING_CONFIG
 from tests.tiny import Pair
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 26, 5, 35, 3, 14, 15]
@@ -42,8 +42,8 @@ Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
 Small = Callable[..., tuple[LoadedModel, LoadedModel]]
 
 
-def asked(cluster: Cluster) -> list[Verify]:
-    """What the target will be asked to verify, rounds that it makes by itself left out."""
+def record_verifies(cluster: Cluster) -> list[Verify]:
+    """Returns a list that is filled with the VERIFYs sent to the target, without the rounds that it runs by itself."""
     found: list[Verify] = []
     send = cluster.send_target
 
@@ -80,7 +80,7 @@ def test_every_chain_equals_a_fresh_drafters(make_cluster: Make, small_pair: Sma
     run = make_cluster(None, colocated=draft, depth=4, ngrams=False).run(PROMPT, params, "sd")
     text, drafted = [*PROMPT, *run.tokens], [round_ for round_ in run.rounds if round_.chain]
     assert len(drafted) > 6
-    assert all(only_ties(doubts(model, text[: r.base_len], r.chain, params)) for r in drafted)
+    assert all(only_ties(mismatches(model, text[: r.base_len], r.chain, params)) for r in drafted)
 
 
 @every_sampling
@@ -105,12 +105,12 @@ def test_drafters_cache_holds_the_committed_tokens(make_cluster: Make, sampling:
 def test_draft_equal_to_the_target_is_always_accepted(make_cluster: Make, temp: float, rule: str, depth: int) -> None:
     sampling = SamplingParams(max_tokens=101, temp=temp, seed=9, rule=rule, q_width=1024)
     cluster = make_cluster(None, colocated="self", depth=depth, ngrams=False)
-    verifies = asked(cluster)
+    verifies = record_verifies(cluster)
     times = cluster.run(PROMPT, sampling, "sd").timings
     assert times.draft_n_accepted == times.draft_n == 100 * depth // (depth + 1)
     assert times.accepted_by_position == times.drafted_by_position == (100 // (depth + 1),) * depth
     assert times.draft_rounds == 100 // (depth + 1)
-    assert len(verifies) == 1  # and no word between its rounds
+    assert len(verifies) == 1  # the target needs no other message between its rounds
 
 
 def test_draft_that_is_always_wrong_yields_one_token_a_round(make_cluster: Make) -> None:
@@ -137,7 +137,7 @@ def test_eos_ends_the_text_and_later_draft_tokens_are_not_counted(
     run = cluster.run(PROMPT, params, "sd", frozenset({end}))
     check_same(target, PROMPT, params, run.tokens, truth[: truth.index(end) + 1])
     assert run.reason == "eos"
-    # A self-draft is right about all that counts: the chain's tokens past the end are in neither number.
+    # All counted drafts are accepted, because the draft equals the target: tokens past the end are not counted.
     assert ngrams or run.timings.draft_n == run.timings.draft_n_accepted < run.timings.predicted_n
 
 
@@ -174,7 +174,7 @@ def test_draft_with_another_vocabulary_size_changes_no_token(
 
 
 def test_ngrams_and_drafter_both_draft_repetitive_text(make_cluster: Make) -> None:
-    run = make_cluster(None, colocated="random", config=LOOPING, depth=4).run(
+    run = make_cluster(None, colocated="random", config=LOOPING_CONFIG, depth=4).run(
         PROMPT, SamplingParams(max_tokens=200), "sd"
     )
     assert min(run.sources["ngram"], run.sources["drafter"]) > 3
@@ -183,7 +183,7 @@ def test_ngrams_and_drafter_both_draft_repetitive_text(make_cluster: Make) -> No
 
 def test_target_is_asked_less_often_when_no_ngrams_match(make_cluster: Make) -> None:
     cluster = make_cluster(None, colocated="model", depth=1)
-    cluster._verifies, verifies = [], asked(cluster)
+    cluster._verifies, verifies = [], record_verifies(cluster)
     run = cluster.run([1], SamplingParams(max_tokens=60, temp=1.5, seed=4), "sd")
     assert len(verifies) < run.timings.rounds / 2
 
@@ -198,14 +198,14 @@ def test_the_shortest_requests_end_at_their_length(make_cluster: Make, max_token
 # --- residual sampling ----------------------------------------------------------------------------------------------
 
 TABLE = np.random.default_rng(2).normal(size=(4, 4)).astype(np.float32)
-OTHER = -TABLE  # so that a wrong q moves the distribution far
+OTHER = -TABLE  # far from the target, so that a wrong q changes the distribution strongly
 
 
 @pytest.mark.parametrize(("mode", "saguaro"), [("sd", 0.3), ("auto", 1.0)])
 def test_residual_texts_have_the_targets_distribution(make_cluster: Make, saguaro: float, mode: str) -> None:
     sampling = SamplingParams(max_tokens=260, temp=1.0, rule="residual", q_width=3, saguaro=saguaro)
     runs = []
-    for i in range(2):  # each time a new one, since auto would soon do nothing but decode plainly
+    for i in range(2):  # with a new cluster each time, because auto would soon decode plainly
         cluster = make_cluster(None, target=markov(TABLE), colocated=markov(OTHER), depth=3, ngrams=mode == "auto")
         runs.append(cluster.run([0, 1, 2], replace(sampling, seed=7919 * i + 3), mode))
     assert min(p_values([[2, *run.tokens] for run in runs], TABLE)) > 1e-3
@@ -213,7 +213,7 @@ def test_residual_texts_have_the_targets_distribution(make_cluster: Make, saguar
 
 
 def test_wrong_q_is_detected_by_the_distribution_check(make_cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the test above proves nothing."""
+    """Otherwise the test above would prove nothing."""
     from outrider.target_worker import target_request
 
     propose = target_request.propose
@@ -252,6 +252,6 @@ def test_pair_in_one_process_generates_the_same_text(served: Pair) -> None:
         stream = client.stream("def fibonacci(n):", SamplingParams(max_tokens=400, ignore_eos=True), mode="sd")
         chunks = iter(stream)
         next(chunks)
-        chunks.close()  # type: ignore[attr-defined]  # in the middle: the next request is none the worse for it
+        chunks.close()  # type: ignore[attr-defined]  # cancelled in the middle: the next request is not affected
         drafted = client.generate("def fibonacci(n):", stopping, mode="auto")
         assert drafted.text == alone.text

@@ -1,6 +1,7 @@
-"""Over seeds and positions, tokens have exactly the target's probabilities, and the same tokens come on every path.
+"""Sampled tokens have the target's probabilities, and are the same on every path.
 
-The toy target of tests/system/markov.py; chi-square on what follows each token and on the next two together.
+The target is a Markov chain (tests/system/markov.py), whose distribution is known. Tested by chi-square over seeds and
+positions.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ TABLE = _rng.normal(size=(V, V)).astype(np.float32)
 DRAFT = (0.5 * TABLE + 0.8 * _rng.normal(size=(V, V))).astype(np.float32)
 REQUESTS, LENGTH = 40, 48
 SEEDS = int(os.environ.get("OUTRIDER_SEEDS", "24"))  # 200 and more: the long form
-# Seeds are fixed, so a correct program passes always; a wrong one is off by many orders of magnitude.
-ALPHA, CAUGHT = 1e-3, 1e-7
+# Seeds are fixed, so a correct program always passes. With a wrong one, p is smaller by many orders of magnitude.
+ALPHA, DETECTED = 1e-3, 1e-7
 SAMPLING = SamplingParams(max_tokens=LENGTH, temp=1.0)
 PROMPT = [0, 1, 2, 3, 1, 0, 2]
 
@@ -79,20 +80,20 @@ def sampled(number: int, sampling: SamplingParams = SAMPLING) -> SamplingParams:
     return replace(sampling, seed=7919 * number + 3)
 
 
-def law(found: Sequence[Run]) -> tuple[float, float]:
+def text_p_values(found: Sequence[Run]) -> tuple[float, float]:
     return p_values([[PROMPT[-1], *run.tokens] for run in found], TABLE)
 
 
 @pytest.fixture(scope="module")
 def decoded() -> list[Run]:
-    """What the target decodes alone."""
+    """Requests decoded by the target alone."""
     cluster = Cluster(markov(TABLE), None, VirtualClock())
     return [cluster.run(PROMPT, sampled(i), "ar") for i in range(SEEDS)]
 
 
 @pytest.mark.parametrize("name", PATHS)
 def test_tokens_are_those_of_plain_decoding(make: Make, decoded: list[Run], name: str) -> None:
-    """So they have the target's probabilities, as those of plain decoding do."""
+    """So they have the target's probabilities, because those of plain decoding do (tested below)."""
     found = runs(make, PATHS[name], requests=max(SEEDS // 6, 1))
     assert [run.tokens for run in found] == [run.tokens for run in decoded[: len(found)]]
     sources = sum((run.sources for run in found), Counter[str]())
@@ -100,19 +101,19 @@ def test_tokens_are_those_of_plain_decoding(make: Make, decoded: list[Run], name
 
 
 def test_tokens_of_plain_decoding_have_the_targets_probabilities(decoded: list[Run]) -> None:
-    assert min(law(decoded)) > ALPHA
+    assert min(text_p_values(decoded)) > ALPHA
     assert len({tuple(run.tokens) for run in decoded}) == SEEDS
 
 
 def test_wrong_temperature_is_detected(make: Make) -> None:
-    assert min(law(runs(make, PATHS["ar"], replace(SAMPLING, temp=0.8)))) < CAUGHT
+    assert min(text_p_values(runs(make, PATHS["ar"], replace(SAMPLING, temp=0.8)))) < DETECTED
 
 
 def test_noise_reused_for_two_positions_is_detected(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token alone would still have the right probabilities."""
+    """Single tokens would still have the right probabilities, but not pairs."""
 
     def doubled(xp: Any, seed: int, positions: Sequence[int], vocab_size: int) -> Any:
         return gumbel(xp, seed, [position // 2 for position in positions], vocab_size)
 
     monkeypatch.setattr(sampling, "gumbel", doubled)
-    assert min(law(runs(make, PATHS["ar"], requests=REQUESTS // 2))) < CAUGHT
+    assert min(text_p_values(runs(make, PATHS["ar"], requests=REQUESTS // 2))) < DETECTED

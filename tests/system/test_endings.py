@@ -19,7 +19,7 @@ from tests.tiny import Pair
 
 LIMIT = 200.0
 SMALL_FILES = 2048
-"""Bytes; a disk that is full from there on."""
+"""The largest allowed file in bytes, to simulate a full disk."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def folder() -> Iterator[Path]:
 
 def outrider(folder: Path, *arguments: str, file_size: int | None = None) -> subprocess.Popen[str]:
     def limit() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who runs the tests by nohup ignores it, and so would children
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, children would inherit that it is ignored
         if file_size is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
 

@@ -1,4 +1,4 @@
-"""A pair in three real processes: each mode gives the target's own text, for several clients."""
+"""A cluster of real processes gives the target's own text in every mode, also to concurrent clients."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Done, Generate
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
 from outrider.target_worker.certificate import Claim, certify
-from tests.halts import pid_of, still
-from tests.harness.default_model import Prompt, mixed
+from tests.harness.default_model import Prompt, mixed_prompts
+from tests.suspend import pid_of, suspended
 from tests.tiny import Pair
 
 LIMIT_SECONDS = 200.0
 LENGTH = 20
-PROMPTS = mixed(4)
+PROMPTS = mixed_prompts(4)
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temp=0.8, top_p=0.95, repetition_penalty=1.1, seed=5)
 SCHEMA = {
@@ -45,11 +45,11 @@ SCHEMA = {
     "required": ["name", "kind", "lines"],
     "additionalProperties": False,
 }
-# Three K, three B; auto keeps to the server's.
+# K and B by mode; None: the server's.
 WAYS = {"sd": (3, None), "ssd": (6, 16), "auto": (None, None)}
 
-Same = Callable[[Prompt, SamplingParams, Sequence[int], Sequence[int]], None]
-Alone = Callable[[Prompt, SamplingParams], GenerationResult]
+CheckSame = Callable[[Prompt, SamplingParams, Sequence[int], Sequence[int]], None]
+PlainResult = Callable[[Prompt, SamplingParams], GenerationResult]
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def client(cluster: LocalCluster) -> Client:
 
 
 @pytest.fixture(scope="module")
-def check_same(served_target: LoadedModel, codec: TextCodec) -> Same:
-    """The same tokens; or, the workers' BLAS rounding by shape, tokens the target says as well."""
+def check_same(served_target: LoadedModel, codec: TextCodec) -> CheckSame:
+    """Checks for the same tokens, except for certified ties: the workers' BLAS rounds depending on shapes."""
 
     def check(prompt: Prompt, sampling: SamplingParams, got: Sequence[int], expected: Sequence[int]) -> None:
         if tuple(got) == tuple(expected):
@@ -77,8 +77,8 @@ def check_same(served_target: LoadedModel, codec: TextCodec) -> Same:
 
 
 @pytest.fixture(scope="module")
-def alone(client: Client) -> Alone:
-    """What the target says by itself."""
+def plain_result(client: Client) -> PlainResult:
+    """`plain_result(prompt, sampling)`: the result without drafts."""
     return cache(lambda prompt, sampling: client.generate(prompt.text, sampling, mode="ar"))
 
 
@@ -90,9 +90,14 @@ def alone(client: Client) -> Alone:
     ],
 )
 def test_every_mode_gives_the_same_tokens(
-    client: Client, alone: Alone, check_same: Same, prompt: Prompt, sampling: SamplingParams, mode: str
+    client: Client,
+    plain_result: PlainResult,
+    check_same: CheckSame,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    mode: str,
 ) -> None:
-    expected, (depth, branches) = alone(prompt, sampling), WAYS[mode]
+    expected, (depth, branches) = plain_result(prompt, sampling), WAYS[mode]
     assert len(expected.token_ids) == expected.timings.predicted_n == LENGTH
     result = client.generate(prompt.text, sampling, mode=mode, num_draft_tokens=depth, branches=branches)
     check_same(prompt, sampling, result.token_ids, expected.token_ids)
@@ -101,29 +106,31 @@ def test_every_mode_gives_the_same_tokens(
 
 @pytest.mark.parametrize(("depth", "branches"), [(1, 16), (6, 1)])
 def test_every_depth_and_budget_gives_the_same_tokens(
-    client: Client, alone: Alone, check_same: Same, depth: int, branches: int
+    client: Client, plain_result: PlainResult, check_same: CheckSame, depth: int, branches: int
 ) -> None:
     prompt = PROMPTS[0]
     result = client.generate(prompt.text, SAMPLED, mode="ssd", num_draft_tokens=depth, branches=branches)
-    check_same(prompt, SAMPLED, result.token_ids, alone(prompt, SAMPLED).token_ids)
+    check_same(prompt, SAMPLED, result.token_ids, plain_result(prompt, SAMPLED).token_ids)
     assert len(result.timings.drafted_by_position) <= max(depth, MAX_COPY_TOKENS)
 
 
-def test_concurrent_schema_requests_equal_a_single_request(client: Client, check_same: Same) -> None:
-    """In every mode at the same time; JSON that the schema allows, with the log-probabilities of each token."""
+def test_concurrent_schema_requests_equal_a_single_request(client: Client, check_same: CheckSame) -> None:
+    """With a request in every mode at once. The text is JSON by the schema, and each token has its log-probability."""
     sampling = SamplingParams(max_tokens=90, temp=0.8, seed=8, grammar=Grammar.json_schema(SCHEMA), logprobs=1)
-    alone = client.generate(PROMPTS[3].text, sampling, mode="ar")
-    assert alone.finish_reason == "eos"
-    jsonschema.validate(json.loads(alone.text), SCHEMA)
+    plain = client.generate(PROMPTS[3].text, sampling, mode="ar")
+    assert plain.finish_reason == "eos"
+    jsonschema.validate(json.loads(plain.text), SCHEMA)
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(client.generate, PROMPTS[3].text, sampling, mode=m) for m in ("ar", "sd", "ssd", "auto")]
-    for result in (future.result(LIMIT_SECONDS) for future in asked):
-        check_same(PROMPTS[3], sampling, result.token_ids, alone.token_ids)
-        told = result.logprobs or ()
-        assert tuple(one.token for one in told) == result.token_ids
-        assert all(one.logprob <= one.top[0][1] <= 0 for one in told)
-        if result.token_ids == alone.token_ids:
-            assert np.allclose([one.logprob for one in told], [one.logprob for one in alone.logprobs or ()], atol=1e-3)
+        pending = [pool.submit(client.generate, PROMPTS[3].text, sampling, mode=m) for m in ("ar", "sd", "ssd", "auto")]
+    for result in (future.result(LIMIT_SECONDS) for future in pending):
+        check_same(PROMPTS[3], sampling, result.token_ids, plain.token_ids)
+        logprobs = result.logprobs or ()
+        assert tuple(one.token for one in logprobs) == result.token_ids
+        assert all(one.logprob <= one.top[0][1] <= 0 for one in logprobs)
+        if result.token_ids == plain.token_ids:
+            assert np.allclose(
+                [one.logprob for one in logprobs], [one.logprob for one in plain.logprobs or ()], atol=1e-3
+            )
 
 
 def test_server_is_usable_after_a_grammar_stream_is_left(client: Client) -> None:
@@ -136,7 +143,7 @@ def test_server_is_usable_after_a_grammar_stream_is_left(client: Client) -> None
 
 @pytest.mark.parametrize("prompt", PROMPTS[:2], ids=lambda prompt: prompt.name)
 def test_greedy_tokens_equal_those_of_mlx_lm(
-    client: Client, served_target: LoadedModel, codec: TextCodec, check_same: Same, prompt: Prompt
+    client: Client, served_target: LoadedModel, codec: TextCodec, check_same: CheckSame, prompt: Prompt
 ) -> None:
     tokens = mx.array(codec.encode(prompt.text))
     theirs = [token for token, _ in generate_step(tokens, served_target.model, max_tokens=LENGTH)]
@@ -153,9 +160,9 @@ def test_stream_chunks_add_up_to_the_result(client: Client) -> None:
 
 def test_async_client_returns_the_same_text(cluster: LocalCluster, client: Client) -> None:
     async def ask() -> tuple[tuple[int, ...], str]:
-        asked = cluster.async_client()
-        result = await asked.generate(PROMPTS[0].text, SAMPLED, mode="ssd")
-        stream = asked.stream(PROMPTS[0].text, SAMPLED, mode="ssd")
+        async_client = cluster.async_client()
+        result = await async_client.generate(PROMPTS[0].text, SAMPLED, mode="ssd")
+        stream = async_client.stream(PROMPTS[0].text, SAMPLED, mode="ssd")
         return result.token_ids, "".join([chunk.text async for chunk in stream])
 
     token_ids, text = asyncio.run(ask())
@@ -164,15 +171,15 @@ def test_async_client_returns_the_same_text(cluster: LocalCluster, client: Clien
 
 
 def test_single_request_is_not_queued_behind_all_of_a_busy_client(cluster: LocalCluster, client: Client) -> None:
-    """The server tells ends in their order; while its target stands still all come in."""
-    asked = SamplingParams(max_tokens=3, ignore_eos=True)
+    """The target is suspended until the server has received all requests. The ends arrive in their order."""
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(cluster.endpoint)
-        with still(pid_of(client, "target")):
+        with suspended(pid_of(client, "target")):
             for number, client_name in enumerate(["busy"] * 16 + ["single"]):
                 socket.send_multipart(
-                    encode(Generate(f"{client_name} {number}", PROMPTS[0].text, None, asked, client=client_name))
+                    encode(Generate(f"{client_name} {number}", PROMPTS[0].text, None, sampling, client=client_name))
                 )
             while (stats := client.stats()).active + stats.queued < 17:
                 time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A text by a grammar is the target's own constrained text, whatever drafts; drafts obey the grammar, too."""
+"""A text constrained by a grammar is the same with any drafter, and drafts follow the grammar, too."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from outrider.protocol.messages import Autonomous, Open, Verify
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.target_worker.worker import TargetWorker
 from tests.system.cluster import AMPLE, MIXED, Cluster, Run
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, run_worker
 
 Make = Callable[..., Cluster]
 Small = Callable[..., tuple[LoadedModel, LoadedModel]]
 BYTES = {"vocab_size": 258}
-"""As many logits as the tokenizer has tokens: 0 ends the text, 1 pads, then the bytes by their letters' order."""
+"""The tokenizer's vocabulary: 0 ends the text, 1 is padding, then come the bytes in the order of ALPHABET."""
 END = frozenset({0})
 ALPHABET = bytes([*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range(127, 161), 173])
 SCHEMA = {
@@ -40,7 +40,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PAD = 1
-"""A special token: no bytes spell it."""
+"""A special token, which has no text."""
 PATTERN = r"(f\([a-z]{1,4}\);){2,4}( go| gone)?"
 GRAMMARS = {
     "schema": Grammar.json_schema(SCHEMA),
@@ -80,10 +80,10 @@ def text_of(tokens: list[int]) -> str:
     return bytes(ALPHABET[token - 2] for token in tokens if token > 1).decode()
 
 
-PROMPT = tokens_of('{"name": "x", f(')  # which would be no beginning of any of them
+PROMPT = tokens_of('{"name": "x", f(')  # not a prefix of a text that any of the grammars allows
 
 
-def asked(grammar: str, sampling: str) -> SamplingParams:
+def sampling_with_grammar(grammar: str, sampling: str) -> SamplingParams:
     return replace(SAMPLINGS[sampling], grammar=GRAMMARS[grammar])
 
 
@@ -108,12 +108,12 @@ KNOWN: dict[tuple[str, str], Run] = {}
 
 @pytest.fixture
 def alone(make_cluster: Make) -> Callable[[str, str], Run]:
-    """The text by plain decoding."""
+    """`alone(grammar, sampling)`: the run of this request without drafts."""
 
     def run(grammar: str, sampling: str) -> Run:
         if (grammar, sampling) not in KNOWN:
             cluster = make_cluster(None, config=BYTES)
-            KNOWN[grammar, sampling] = cluster.run(PROMPT, asked(grammar, sampling), "ar", END)
+            KNOWN[grammar, sampling] = cluster.run(PROMPT, sampling_with_grammar(grammar, sampling), "ar", END)
         return KNOWN[grammar, sampling]
 
     return run
@@ -130,7 +130,7 @@ def test_every_mode_gives_the_constrained_text(
     check_text(grammar, expected)
     cluster = make_cluster(draft, config=BYTES, schedule=MIXED, seed=3)
     for mode in ("ssd", "sd", "auto"):
-        run = cluster.run(PROMPT, asked(grammar, sampling), mode, END)
+        run = cluster.run(PROMPT, sampling_with_grammar(grammar, sampling), mode, END)
         assert (run.tokens, run.reason) == (expected.tokens, expected.reason), mode
 
 
@@ -139,14 +139,14 @@ def test_every_mode_gives_the_constrained_text(
 def test_draft_equal_to_the_target_is_always_accepted(
     make_cluster: Make, grammar: str, sampling: str, mode: str
 ) -> None:
-    """Both sides rule out the same: else a drafted token would be refused somewhere."""
+    """Drafter and target exclude the same tokens; otherwise a drafted token would be rejected somewhere."""
     cluster = make_cluster("self", config=BYTES, schedule=AMPLE, ngrams=False, full_depth=True)
-    run = cluster.run(PROMPT, asked(grammar, sampling), mode, END)
+    run = cluster.run(PROMPT, sampling_with_grammar(grammar, sampling), mode, END)
     chains = [round_ for round_ in run.rounds if round_.chain]
     assert len(chains) > 1
-    line = [*PROMPT, *run.tokens]
+    text_tokens = [*PROMPT, *run.tokens]
     for round_ in chains:
-        following = line[round_.base_len : round_.base_len + len(round_.chain)]
+        following = text_tokens[round_.base_len : round_.base_len + len(round_.chain)]
         assert list(round_.chain[: len(following)]) == following
     check_text(grammar, run)
 
@@ -154,7 +154,7 @@ def test_draft_equal_to_the_target_is_always_accepted(
 @every_grammar
 def test_residual_texts_follow_the_grammar(make_cluster: Make, grammar: str) -> None:
     for seed, mode in enumerate(("ssd", "sd", "ar")):
-        sampling = replace(asked(grammar, "0.8"), rule="residual", seed=seed, q_width=3)
+        sampling = replace(sampling_with_grammar(grammar, "0.8"), rule="residual", seed=seed, q_width=3)
         run = make_cluster("model", config=BYTES, schedule=MIXED).run(PROMPT, sampling, mode, END)
         check_text(grammar, run)
 
@@ -164,35 +164,35 @@ def test_in_process_drafter_follows_the_grammar(
     make_cluster: Make, alone: Callable[[str, str], Run], sampling: str
 ) -> None:
     cluster = make_cluster(None, config=BYTES, colocated="self", ngrams=False)
-    run = cluster.run(PROMPT, asked("schema", sampling), "sd", END)
+    run = cluster.run(PROMPT, sampling_with_grammar("schema", sampling), "sd", END)
     assert run.tokens == alone("schema", sampling).tokens
     assert run.timings.draft_n == run.timings.draft_n_accepted > 10
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7, 20])
 def test_resumed_text_continues_by_the_grammar(small_pair: Small, alone: Callable[[str, str], Run], taken: int) -> None:
-    """OPEN with generated tokens behind the prompt, as after RESYNC."""
-    expected, sampling = alone("schema", "0.8").tokens, asked("schema", "0.8")
+    """An OPEN whose tokens contain generated ones after the prompt, as after a RESYNC."""
+    expected, sampling = alone("schema", "0.8").tokens, sampling_with_grammar("schema", "0.8")
     tokens = np.array([*PROMPT, *expected[:taken]], np.int32)
     link = FakeLink("target-0")
     worker = TargetWorker(link, small_pair("self", **BYTES)[0])  # type: ignore[arg-type]
-    (first,) = answered(worker, link, [Open("r", 1, 5, tokens, sampling, (0,), generated=taken)])
+    (first,) = run_worker(worker, link, [Open("r", 1, 5, tokens, sampling, (0,), generated=taken)])
     room = len(expected) - taken - 1
     autonomous = Verify("r", 1, 6, len(tokens) + 1, Autonomous(room))
-    found = [answer.bonus for answer in (first, *answered(worker, link, [autonomous]))]
+    found = [answer.bonus for answer in (first, *run_worker(worker, link, [autonomous]))]
     assert found == expected[taken:]
 
 
 def test_requests_sharing_forwards_keep_their_own_grammars(small_pair: Small, alone: Callable[[str, str], Run]) -> None:
-    """Constrained and free ones, all going on plainly together."""
+    """Constrained requests and a free one, which all decode plainly in the same forwards."""
     link = FakeLink("target-0")
     worker = TargetWorker(link, small_pair("self", **BYTES)[0])  # type: ignore[arg-type]
-    wanted = {**{name: asked(name, "0.8") for name in GRAMMARS}, "free": SAMPLINGS["0.8"]}
-    opens = [Open(name, 0, 0, np.array(PROMPT, np.int32), sampling, (0,)) for name, sampling in wanted.items()]
-    told = answered(worker, link, opens)
-    told += answered(worker, link, [Verify(name, 0, 1, len(PROMPT) + 1, Autonomous(60)) for name in wanted])
-    found = {name: [answer.bonus for answer in told if answer.request == name] for name in wanted}
-    assert max(answer.rows for answer in told[len(opens) :]) == len(wanted)
+    samplings = {**{name: sampling_with_grammar(name, "0.8") for name in GRAMMARS}, "free": SAMPLINGS["0.8"]}
+    opens = [Open(name, 0, 0, np.array(PROMPT, np.int32), sampling, (0,)) for name, sampling in samplings.items()]
+    answers = run_worker(worker, link, opens)
+    answers += run_worker(worker, link, [Verify(name, 0, 1, len(PROMPT) + 1, Autonomous(60)) for name in samplings])
+    found = {name: [answer.bonus for answer in answers if answer.request == name] for name in samplings}
+    assert max(answer.rows for answer in answers[len(opens) :]) == len(samplings)
     for name in GRAMMARS:
         expected = alone(name, "0.8").tokens
         assert found[name] == expected
@@ -210,8 +210,11 @@ def test_request_fails_when_its_grammar_exceeds_the_limits(make_cluster: Make, m
 def test_drafter_without_a_grammar_compiler_changes_no_text(
     make_cluster: Make, small_pair: Small, alone: Callable[[str, str], Run]
 ) -> None:
-    """Without one it drafts what it likes; that costs drafts, not the text."""
+    """Its drafts are not constrained, so more of them are rejected."""
     cluster = make_cluster(MlxDrafter(small_pair("self", **BYTES)[1]), config=BYTES)
     assert cluster._draft_worker is not None
     cluster._draft_worker._compiler = None
-    assert cluster.run(PROMPT, asked("schema", "greedy"), "ssd", END).tokens == alone("schema", "greedy").tokens
+    assert (
+        cluster.run(PROMPT, sampling_with_grammar("schema", "greedy"), "ssd", END).tokens
+        == alone("schema", "greedy").tokens
+    )

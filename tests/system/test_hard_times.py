@@ -1,6 +1,6 @@
-"""A cluster on a machine whose disks are full, whose user has no home, and whose wall clock jumps by hours.
+"""A cluster on a machine with full disks, without a home directory, and with a wall clock that jumps by hours.
 
-No file can grow (`ulimit -f 0`), as on a full disk, and the clock is that of `jumping_clock.c`.
+`ulimit -f 0` prevents files from growing, as on a full disk. `jumping_clock.c` replaces the clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ASK = ("--max-tokens", str(TOKENS), "--seed", "5", "--temp", "0.8", "--json", "-
 
 @pytest.fixture
 def jumping(tmp_path: Path) -> dict[str, str]:
-    """What makes a program's clock jump."""
+    """The environment variables that make a program's wall clock jump."""
     compiler = shutil.which("cc")
     if compiler is None or sys.platform != "linux":
         pytest.skip("a clock that jumps is compiled for Linux")

@@ -1,4 +1,4 @@
-"""Whatever drafts and whenever it arrives, the text is the target's own: a matrix with real workers."""
+"""The text is the target's own with any drafter and any timing of its messages: a matrix of settings, real workers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
-from tests.covering import matrix
+from tests.pairwise import matrix
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
-from tests.system.same import check_same
-from tests.system.small import LOOPING
+from tests.system.same_text import check_same
+from tests.system.small_models import LOOPING_CONFIG
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 26, 5, 35, 3, 14, 15]
 LENGTH = 22
@@ -47,7 +47,7 @@ def check(small_pair: Small, plain: Plain) -> Check:
         check_same(target, PROMPT, params, run.tokens, plain(target, PROMPT, params))
         assert run.reason == "length"
         assert run.timings.predicted_n == LENGTH
-        # No chain reaches past what was asked for: the bonus token must still fit.
+        # Every chain leaves room for the bonus token within max_tokens.
         assert all(round_.base_len + len(round_.chain) < len(PROMPT) + LENGTH for round_ in run.rounds)
 
     return check_equals_plain
@@ -71,7 +71,7 @@ def test_sd_and_auto_text_equals_plain_decoding(
     draft, ngrams = DRAFTERS[drafter]
     cluster = make_cluster(draft, depth=depth, ngrams=ngrams, schedule=MIXED, seed=depth)
     check(cluster.run(PROMPT, SAMPLINGS[sampling], mode), sampling)
-    check(cluster.run(PROMPT, SAMPLINGS[sampling], mode), sampling)  # what the first one taught changes no token
+    check(cluster.run(PROMPT, SAMPLINGS[sampling], mode), sampling)  # what the planner learned changes no token
 
 
 @matrix(sampling=SAMPLINGS, depth=DEPTHS, mode=["sd", "ssd", "auto"])
@@ -86,8 +86,8 @@ def test_ngrams_without_a_drafter_draft_repetitive_text(
     make_cluster: Make, small_pair: Small, plain: Plain, mode: str
 ) -> None:
     sampling = SamplingParams(max_tokens=60)
-    target = small_pair("self", **LOOPING)[0]
-    run = make_cluster(None, config=LOOPING, depth=4).run(PROMPT, sampling, mode)
+    target = small_pair("self", **LOOPING_CONFIG)[0]
+    run = make_cluster(None, config=LOOPING_CONFIG, depth=4).run(PROMPT, sampling, mode)
     check_same(target, PROMPT, sampling, run.tokens, plain(target, PROMPT, sampling))
     assert run.timings.draft_n_accepted > 20
 
@@ -109,7 +109,7 @@ def test_early_and_late_outcomes_change_no_token(
 
 
 def test_settings_of_the_matrix_exercise_every_path(make_cluster: Make) -> None:
-    """Else identity would be cheap: hits, misses, the drafter's own chains, n-grams and bare steps all occur."""
+    """Hits, misses and chains of the drafter all occur; otherwise the tests above would prove little."""
     seen: Counter[str] = Counter()
     accepted: Counter[int] = Counter()
     for seed, draft in enumerate(("model", "random"), 2):
@@ -148,8 +148,8 @@ def test_eos_ends_the_text_at_the_same_token(
 def test_no_chain_reaches_past_the_targets_context(
     make_cluster: Make, small_pair: Small, plain: Plain, draft: str | None, mode: str, context: int
 ) -> None:
-    """The last token needs no chain, so that a text does not wait for drafters there."""
-    config = {} if draft else LOOPING
+    """No chain is drafted for the last token, so the end of a text does not wait for drafters."""
+    config = {} if draft else LOOPING_CONFIG
     known, sampling = small_pair("self", **config)[0], SamplingParams(max_tokens=60)
     short = replace(known, context_length=context)
     run = make_cluster(draft, config=config, target=short, depth=6).run(PROMPT, sampling, mode)
@@ -177,7 +177,7 @@ def test_a_drafter_lost_in_the_middle_changes_no_token(make_cluster: Make, check
 def test_draft_with_another_vocabulary_size_changes_no_token(
     make_cluster: Make, check: Check, small_pair: Small, sampling: str, mode: str, vocab_size: int
 ) -> None:
-    """Only padding may differ in a pair that is let in; but nothing a drafter says may be looked up blindly."""
+    """A pair that is accepted differs in padding only, but a drafter's tokens are checked in any case."""
     odd = MlxDrafter(small_pair("random", vocab_size=vocab_size)[1])
     run = make_cluster(odd, schedule=MIXED).run(PROMPT, SAMPLINGS[sampling], mode)
     check(run, sampling)

@@ -1,4 +1,4 @@
-"""Real processes start, answer, and leave nothing behind, however one of them ends."""
+"""Real processes start, answer requests, and leave nothing behind, however one of them ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
 from outrider.protocol.keys import Keyring
 from outrider.protocol.socket_files import PrivateDirectory
-from tests.halts import in_the_middle, pid_of, slowed
+from tests.suspend import pid_of, suspended_text, throttled
 from tests.tiny import Pair
 
 LIMIT = 200.0
@@ -45,16 +45,16 @@ def outrider(*arguments: str, **options: object) -> subprocess.Popen[str]:
     )
 
 
-def limited(files: tuple[int, int]) -> Callable[[], None]:
-    """What a child does before it starts: it may open so many files, softly and at most."""
+def set_file_limit(files: tuple[int, int]) -> Callable[[], None]:
+    """Returns a `preexec_fn` that sets the soft and the hard limit of open files."""
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files)
 
 
 @contextmanager
-def idle_connections(endpoint: str, many: int) -> Iterator[None]:
-    """So many who connect and say nothing."""
+def idle_connections(endpoint: str, count: int) -> Iterator[None]:
+    """Opens so many connections that send nothing."""
     with ExitStack() as stack:
-        for _ in range(many):
+        for _ in range(count):
             stack.enter_context(socket.socket(socket.AF_UNIX)).connect(endpoint.removeprefix("ipc://"))
         yield
 
@@ -64,47 +64,47 @@ def run_dir(endpoint: str) -> str:
 
 
 def processes_of(directory: str) -> list[str]:
-    """Command lines that name a run directory: workers."""
+    """Returns the command lines of the processes that name a run directory, which are its workers."""
     listing = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     return [line for line in listing.splitlines() if directory in line]
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + LIMIT
-    while not holds():
+    while not condition():
         if time.monotonic() > deadline:
             pytest.fail(f"{what} within {LIMIT} s")
         time.sleep(0.05)
 
 
 def wait_until_all_is_gone(directory: str) -> None:
-    until(lambda: not processes_of(directory), f"processes of {directory} end")
-    until(lambda: not os.path.exists(directory), f"{directory} is removed")
+    wait_until(lambda: not processes_of(directory), f"processes of {directory} end")
+    wait_until(lambda: not os.path.exists(directory), f"{directory} is removed")
 
 
 def wait_after_kill(directory: str) -> None:
     """Waits for the end of a killed server's processes; the next server removes its directory."""
-    until(lambda: not processes_of(directory), f"processes of {directory} end")
+    wait_until(lambda: not processes_of(directory), f"processes of {directory} end")
     with PrivateDirectory():
         assert not os.path.exists(directory)
 
 
-def until_something_prepared_is_served(client: Client, sampling: SamplingParams) -> None:
-    """On a busy machine it may come too late, but not for a target that hardly moves."""
+def wait_until_prepared_is_served(client: Client, sampling: SamplingParams) -> None:
+    """Waits until a prepared branch is served; throttles the target if the drafter is too slow on a busy machine."""
 
     def is_served() -> bool:
         return client.generate(PROMPT, sampling, mode="ssd").timings.cache_hits > 0
 
     if not is_served():
-        with slowed(pid_of(client, "target")):
-            until(is_served, "something prepared is served")
+        with throttled(pid_of(client, "target")):
+            wait_until(is_served, "something prepared is served")
 
 
-class Serving:
-    """`outrider serve` in the foreground, once it has said where clients connect."""
+class ServeProcess:
+    """A running `outrider serve` that has printed its endpoints."""
 
     def __init__(self, *arguments: str, files: tuple[int, int] | None = None) -> None:
-        self.process = outrider("serve", "--no-http", *arguments, preexec_fn=limited(files) if files else None)
+        self.process = outrider("serve", "--no-http", *arguments, preexec_fn=set_file_limit(files) if files else None)
         lines = [self.process.stdout.readline() for _ in range(2)] if self.process.stdout else []
         if not lines[0].startswith("clients: "):
             pytest.fail(f"expected endpoints, got {lines} and {self.process.communicate()}")
@@ -114,12 +114,12 @@ class Serving:
 
 
 @pytest.fixture
-def serve(served: Pair) -> Iterator[Callable[..., Serving]]:
-    started: list[Serving] = []
+def serve(served: Pair) -> Iterator[Callable[..., ServeProcess]]:
+    started: list[ServeProcess] = []
 
-    def start(*arguments: str, files: tuple[int, int] | None = None) -> Serving:
+    def start(*arguments: str, files: tuple[int, int] | None = None) -> ServeProcess:
         draft = () if "--draft-backend" in arguments else ("--draft-model", str(served.draft))
-        started.append(Serving("--model", str(served.target), *draft, *arguments, files=files))
+        started.append(ServeProcess("--model", str(served.target), *draft, *arguments, files=files))
         return started[-1]
 
     yield start
@@ -135,7 +135,7 @@ def cluster(served: Pair) -> Iterator[LocalCluster]:
         yield running
 
 
-# --- it answers ---------------------------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------------------------
 
 
 def test_three_processes_give_the_same_text_in_every_mode(cluster: LocalCluster) -> None:
@@ -148,7 +148,7 @@ def test_three_processes_give_the_same_text_in_every_mode(cluster: LocalCluster)
     assert [results[mode].mode for mode in results] == list(results)
     assert results["ar"].timings.draft_n == 0
     assert results["ar"].timings.predicted_n == len(results["ar"].token_ids) == 80
-    until_something_prepared_is_served(client, sampling)
+    wait_until_prepared_is_served(client, sampling)
 
 
 def test_a_stop_string_gives_the_same_tokens_in_every_mode(cluster: LocalCluster) -> None:
@@ -214,20 +214,20 @@ def test_generate_leaves_no_processes_and_its_json_can_be_verified(
 
 
 def test_sigterm_finishes_running_requests_refuses_new_ones_and_removes_the_socket(
-    serve: Callable[..., Serving], short: Path
+    serve: Callable[..., ServeProcess], short: Path
 ) -> None:
     server = serve("--endpoint", f"ipc://{short}/c", "--draft-backend", "ngram", "--drain-timeout", str(int(LIMIT)))
     client, other = Client(server.endpoint), Client(server.endpoint)
 
     def refused() -> bool:
-        """One that a server without a drain refuses, too: it can not wait for the target, which is still."""
+        """Returns whether the server is draining. Its request is invalid, so that it never waits for the target."""
         with pytest.raises(OutriderError) as error:
             other.generate(PROMPT, drafter="unheard-of")
         return isinstance(error.value, WorkerError) and "accepts no new requests" in str(error.value)
 
-    with in_the_middle(other, lambda: client.stream(PROMPT, LONG)) as (stream, chunks):
+    with suspended_text(other, lambda: client.stream(PROMPT, LONG)) as (stream, chunks):
         server.process.send_signal(signal.SIGTERM)
-        until(refused, "new requests are refused")
+        wait_until(refused, "new requests are refused")
     for _ in chunks:
         pass
     assert len(stream.result.token_ids) == LONG.max_tokens
@@ -236,20 +236,21 @@ def test_sigterm_finishes_running_requests_refuses_new_ones_and_removes_the_sock
     assert list(short.iterdir()) == []
 
 
-def test_reconnecting_client_continues_its_text_on_the_next_server(serve: Callable[..., Serving], short: Path) -> None:
-    """Of a server that is killed, and of one that ends without drain, which is an error for clients that do not
-    reconnect."""
+def test_reconnecting_client_continues_its_text_on_the_next_server(
+    serve: Callable[..., ServeProcess], short: Path
+) -> None:
+    """The server is killed, or ends without draining, which is an error for clients that do not reconnect."""
     options = ("--endpoint", f"ipc://{short}/c", "--draft-backend", "ngram", "--drain-timeout", "0")
     sampling = replace(LONG, temp=0.8, seed=None, repetition_penalty=1.1)
     server = serve(*options)
     for number in (signal.SIGKILL, signal.SIGTERM):
         asking, other = Client(server.endpoint, reconnect=True), Client(server.endpoint)
         with (
-            in_the_middle(other, lambda asking=asking: asking.stream(PROMPT, sampling)) as (stream, chunks),
+            suspended_text(other, lambda asking=asking: asking.stream(PROMPT, sampling)) as (stream, chunks),
             ThreadPoolExecutor(1) as once,
         ):
             without = once.submit(other.generate, PROMPT, LONG) if number == signal.SIGTERM else None
-            until(lambda o=other, n=2 if without else 1: o.stats().active + o.stats().queued == n, "all ask")
+            wait_until(lambda o=other, n=2 if without else 1: o.stats().active + o.stats().queued == n, "all ask")
             server.process.send_signal(number)
             server.process.wait(LIMIT)
             if without:
@@ -267,7 +268,7 @@ def test_reconnecting_client_continues_its_text_on_the_next_server(serve: Callab
         assert 0 < result.timings.predicted_n < len(result.token_ids) == LONG.max_tokens
 
 
-def test_foreign_socket_at_a_killed_servers_path_is_kept(serve: Callable[..., Serving], short: Path) -> None:
+def test_foreign_socket_at_a_killed_servers_path_is_kept(serve: Callable[..., ServeProcess], short: Path) -> None:
     server = serve("--endpoint", f"ipc://{short}/c")
     (short / "c").unlink()
     with socket.socket(socket.AF_UNIX) as other:
@@ -291,14 +292,14 @@ def test_killed_parent_ends_its_cluster(served: Pair) -> None:
     wait_until_all_is_gone(run_dir(endpoint))
 
 
-# --- what goes wrong ----------------------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("removed", ["directory", "endpoint", "keyed endpoint"])
 def test_server_whose_sockets_were_removed_ends_with_an_error(
-    serve: Callable[..., Serving], short: Path, removed: str
+    serve: Callable[..., ServeProcess], short: Path, removed: str
 ) -> None:
-    """As by programs that clean the temporary folder: nothing could connect, and a supervisor can restart it."""
+    """Programs that clean the temporary folder do so. No client could connect; a supervisor restarts the server."""
     keyed = ()
     if removed == "keyed endpoint":
         Keyring(short / "keys").make()
@@ -351,7 +352,7 @@ def test_forked_process_may_use_a_client_that_is_in_use(cluster: LocalCluster) -
 
 
 def test_paused_processes_continue_without_changing_the_text(cluster: LocalCluster) -> None:
-    """Longer than a drafter is waited for, and the server longer than any worker may be silent."""
+    """Workers are suspended for longer than a drafter is waited for, the server for longer than the worker timeout."""
     client, sampling = cluster.client(timeout=LIMIT), replace(LONG, max_tokens=60)
     whole = client.generate(PROMPT, sampling, mode="ar").token_ids
     for role, seconds in (("target", 2), ("draft", 2), ("server", 6)):
@@ -362,8 +363,8 @@ def test_paused_processes_continue_without_changing_the_text(cluster: LocalClust
                 os.kill(pid, signal.SIGSTOP)
                 threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
         assert stream.result.token_ids == whole
-        until(lambda: {worker.state for worker in client.stats().workers} == {"ready"}, "all answer again")
-    until_something_prepared_is_served(client, sampling)
+        wait_until(lambda: {worker.state for worker in client.stats().workers} == {"ready"}, "all answer again")
+    wait_until_prepared_is_served(client, sampling)
 
 
 @pytest.mark.parametrize(("role", "words"), [("target", "accepts no other"), ("draft", "the name target-0 is taken")])
@@ -397,7 +398,7 @@ def test_garbage_on_either_socket_does_not_disturb_a_running_request(cluster: Lo
 
 
 def test_server_with_more_idle_connections_than_its_soft_file_limit_answers_and_a_second_signal_ends_its_drain(
-    serve: Callable[..., Serving],
+    serve: Callable[..., ServeProcess],
 ) -> None:
     server = serve("--draft-backend", "ngram", files=(256, 4096))
     client, sampling = Client(server.endpoint, timeout=LIMIT), SamplingParams(max_tokens=16)
@@ -407,14 +408,17 @@ def test_server_with_more_idle_connections_than_its_soft_file_limit_answers_and_
         text = first + "".join(chunk.text for chunk in stream)
         assert client.generate(PROMPT, sampling).text == text
     assert client.generate(PROMPT, sampling).text == text
-    with in_the_middle(client, lambda: client.stream(PROMPT, ENDLESS)) as (_, chunks), ThreadPoolExecutor(1) as reader:
+    with (
+        suspended_text(client, lambda: client.stream(PROMPT, ENDLESS)) as (_, chunks),
+        ThreadPoolExecutor(1) as reader,
+    ):
         reading = reader.submit(list, chunks)
 
         def is_over() -> bool:
-            server.process.send_signal(signal.SIGINT)  # again and again: two that come at once are one
+            server.process.send_signal(signal.SIGINT)  # repeatedly, because two at the same time count as one
             return reading.done()
 
-        until(is_over, "the drain ends")
+        wait_until(is_over, "the drain ends")
         with pytest.raises(WorkerError, match="stopped before"):
             reading.result()
     _, err = server.process.communicate(timeout=LIMIT)
@@ -424,7 +428,7 @@ def test_server_with_more_idle_connections_than_its_soft_file_limit_answers_and_
 
 def test_too_low_hard_file_limit_is_an_endpoint_error(served: Pair) -> None:
     model = ("--model", str(served.target), "--draft-backend", "ngram")
-    process = outrider("generate", "--prompt", PROMPT, *model, preexec_fn=limited((64, 64)))
+    process = outrider("generate", "--prompt", PROMPT, *model, preexec_fn=set_file_limit((64, 64)))
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == EndpointError.exit_code and "Traceback" not in err
     assert "may open 64 files" in err and "ulimit -Hn" in err

@@ -17,7 +17,7 @@ def model(folder: Path, name: str) -> str:
 
 
 def test_unusable_draft_model_starts_a_server_without_a_drafter(tmp_path: Path) -> None:
-    """Shared keys and values as the target; a chunked cache, which can't be copied for branches, as the draft."""
+    """The target's layers share keys and values. The draft has a chunked cache, which can't be copied for branches."""
     with LocalCluster(model=model(tmp_path, "gemma3n"), draft_model=model(tmp_path, "llama4")) as cluster:
         assert any("a llama4 model can't be a draft model" in note for note in cluster.notes)
         client = cluster.client()

@@ -1,4 +1,4 @@
-"""A head of the command line drafts in the target's process, and is recognised by its files."""
+"""A head in real processes is recognised by its files, and drafts in the target's process or the draft worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from outrider import LocalCluster
 from outrider.protocol.sampling import SamplingParams
-from tests.halts import pid_of, slowed
+from tests.suspend import pid_of, throttled
 from tests.target_worker.block_heads import write_block_head
 from tests.target_worker.heads import markov_llama, write_feature_head
 
@@ -41,8 +41,8 @@ def test_head_in_the_draft_worker_drafts_without_changing_the_text(tmp_path: Pat
             params = SamplingParams(max_tokens=24, temp=0.0, ignore_eos=True)
             alone, by_head = (client.generate([40, 41, 42], params, mode=way) for way in ("ar", mode))
             assert alone.token_ids == by_head.token_ids and len(alone.token_ids) == 24
-            while mode == "sd" and by_head.timings.draft_n_accepted <= 4:  # it did not come in time
-                with slowed(pid_of(client, "target")):
+            while mode == "sd" and by_head.timings.draft_n_accepted <= 4:  # the drafter was too slow
+                with throttled(pid_of(client, "target")):
                     by_head = client.generate([40, 41, 42], params, mode=mode)
         by_name = {worker.name: worker for worker in client.stats().workers}
         assert by_name["draft-0"].backend == "eagle3" and by_name["draft-0"].state == "ready"

@@ -1,4 +1,4 @@
-"""Prompts read by a prefill worker: the text is the target's own, whatever fails, and the reader is reported."""
+"""Prompts read by a prefill worker: the text is the target's own, whatever fails, and timings count the tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Close, Fault, KvMemory, Message, Prefill, PromptKv
 from outrider.protocol.sampling import SamplingParams
 from tests.engine.test_ort_sessions import quantised
-from tests.system.links import FakeLink, VirtualClock, answered
-from tests.system.prefill_cluster import PrefillCluster, Way
-from tests.system.same import check_same
-from tests.system.small import SMALL
+from tests.system.links import FakeLink, VirtualClock, run_worker
+from tests.system.prefill_cluster import MessageFault, PrefillCluster
+from tests.system.same_text import check_same
+from tests.system.small_models import SMALL_CONFIG
 
 PROMPT = tuple(random.Random(4).choices(range(2, 40), k=600))  # more than one forward
 GREEDY, SAMPLED = SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temp=0.8, seed=5)
@@ -39,7 +39,7 @@ def unchanged(message: Message, rng: random.Random) -> list[Message]:
 
 @pytest.fixture
 def model(loaded: Callable[..., LoadedModel], tiny_model: Callable[..., Any]) -> LoadedModel:
-    return loaded(tiny_model("llama", **SMALL))
+    return loaded(tiny_model("llama", **SMALL_CONFIG))
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def make(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
     bytes_per_token = KVLayout.of(model.model).bytes_per_token
     monkeypatch.setattr("outrider.prefill_worker.worker.MAX_PIECE_BYTES", PIECE * bytes_per_token)
-    return lambda way=unchanged, **settings: PrefillCluster(model, None, clock, way=way, **settings)
+    return lambda fault=unchanged, **settings: PrefillCluster(model, None, clock, fault=fault, **settings)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
@@ -60,25 +60,25 @@ def test_prompt_read_by_a_prefill_worker_keeps_the_text(
     run = cluster.run(PROMPT, sampling)
     check_same(model, PROMPT, sampling, run.tokens, plain(model, PROMPT, sampling))
     assert run.timings.prefill_n == run.timings.prompt_n - 1 == len(PROMPT) - 1
-    assert max(piece.count for piece in cluster.handed) == PIECE
+    assert max(piece.count for piece in cluster.delivered) == PIECE
 
 
 def test_next_turn_transfers_only_the_new_part_of_the_prompt(make: Make, model: LoadedModel, plain: Plain) -> None:
     cluster = make(kv_memory=1 << 24)
     first = cluster.run(PROMPT, GREEDY)
     longer = (*PROMPT, *first.tokens, *PROMPT[:80])
-    cluster.handed.clear()
+    cluster.delivered.clear()
     second = cluster.run(longer, GREEDY)
     check_same(model, longer, GREEDY, second.tokens, plain(model, longer, GREEDY))
     assert second.timings.cache_n >= len(PROMPT) and second.timings.prefill_n == second.timings.prompt_n - 1
-    assert min(piece.start for piece in cluster.handed) == second.timings.cache_n
+    assert min(piece.start for piece in cluster.delivered) == second.timings.cache_n
 
 
-def lossy(message: Message, rng: random.Random) -> list[Message]:
+def lose_or_repeat(message: Message, rng: random.Random) -> list[Message]:
     return [message] * rng.choice((0, 1, 1, 1, 2))
 
 
-def altered(message: Message, rng: random.Random) -> list[Message]:
+def truncate(message: Message, rng: random.Random) -> list[Message]:
     if isinstance(message, PromptKv) and rng.random() < 0.2:
         return [structs.replace(message, data=message.data[:-4])]
     return [message]
@@ -88,55 +88,55 @@ def drop_all(message: Message, rng: random.Random) -> list[Message]:
     return []
 
 
-def of_another_epoch(message: Message, rng: random.Random) -> list[Message]:
+def change_epoch(message: Message, rng: random.Random) -> list[Message]:
     return [structs.replace(message, epoch=7)] if isinstance(message, PromptKv) else [message]
 
 
-@pytest.mark.parametrize("way", [lossy, altered, drop_all, of_another_epoch])
+@pytest.mark.parametrize("fault", [lose_or_repeat, truncate, drop_all, change_epoch])
 def test_lost_or_altered_prefill_messages_change_no_text(
-    make: Make, model: LoadedModel, plain: Plain, way: Way
+    make: Make, model: LoadedModel, plain: Plain, fault: MessageFault
 ) -> None:
-    cluster = make(way)
+    cluster = make(fault)
     for sampling in (GREEDY, SAMPLED):
         run = cluster.run(PROMPT, sampling)
         check_same(model, PROMPT, sampling, run.tokens, plain(model, PROMPT, sampling))
 
 
 def test_target_reads_the_rest_when_a_prefill_worker_dies(make: Make, model: LoadedModel, plain: Plain) -> None:
-    def dies(message: Message, rng: random.Random) -> list[Message]:
+    def lose_worker(message: Message, rng: random.Random) -> list[Message]:
         if isinstance(message, PromptKv) and message.start >= 5 * PIECE:
             cluster.lose_prefill_worker()
             return []
         return [message]
 
-    cluster = make(dies)
+    cluster = make(lose_worker)
     run = cluster.run(PROMPT, GREEDY)
     check_same(model, PROMPT, GREEDY, run.tokens, plain(model, PROMPT, GREEDY))
     assert 0 < run.timings.prefill_n < len(PROMPT) - 1
 
 
 def test_replaced_target_receives_the_whole_prompt_again(make: Make, model: LoadedModel, plain: Plain) -> None:
-    def kills(message: Message, rng: random.Random) -> list[Message]:
+    def replace_target(message: Message, rng: random.Random) -> list[Message]:
         if isinstance(message, PromptKv) and message.epoch == 0 and message.start == 5 * PIECE:
             cluster.replace_target()
             return []
         return [message]
 
-    cluster = make(kills)
+    cluster = make(replace_target)
     run = cluster.run(PROMPT, GREEDY)
     check_same(model, PROMPT, GREEDY, run.tokens, plain(model, PROMPT, GREEDY))
     assert run.timings.resumed == 1
-    assert next(piece.start for piece in cluster.handed if piece.epoch) == 0
+    assert next(piece.start for piece in cluster.delivered if piece.epoch) == 0
 
 
 def test_prompt_that_can_not_be_copied_is_sent_all_the_same(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when memory runs short: the prefill worker keeps no copy of it."""
+    """As when memory is short: the prefill worker sends it, but does not cache it."""
     link, reader = FakeLink("prefill-0"), MlxReader(model)
     worker = PrefillWorker(link, reader)
     monkeypatch.setattr(FlatKVCache, "save", lambda *_: mx.zeros(-1))
-    answers = answered(worker, link, [KvMemory(1 << 24), Prefill("r", 0, np.array(PROMPT[:100], np.int32), 0)])
+    answers = run_worker(worker, link, [KvMemory(1 << 24), Prefill("r", 0, np.array(PROMPT[:100], np.int32), 0)])
     assert sum(answer.count for answer in answers if isinstance(answer, PromptKv)) == 99
     assert not any(isinstance(answer, Fault) for answer in answers) and reader.prompt_cache.use.entries == 0
 
@@ -145,16 +145,16 @@ def test_short_prompts_are_read_by_the_target(make: Make, monkeypatch: pytest.Mo
     cluster = make()
     monkeypatch.setattr(cluster.rounds._remote_prefills, "_min_tokens", len(PROMPT))
     cluster.run(PROMPT, GREEDY)
-    assert not cluster.handed
+    assert not cluster.delivered
 
 
 def test_concurrent_requests_finish_and_an_ended_one_closes_its_prefill(make: Make) -> None:
-    """And a request that ends is read no further."""
+    """The prefill worker stops reading the prompt of a request that has ended."""
     cluster = make()
-    texts = cluster.run_together(PROMPT[:30], [SAMPLED, replace(SAMPLED, seed=6)], "ar")
+    texts = cluster.run_concurrently(PROMPT[:30], [SAMPLED, replace(SAMPLED, seed=6)], "ar")
     assert [len(text) for text in texts] == [12, 12]
     asked: list[Message] = []
-    cluster._way = lambda message, rng: asked.append(message) or [message]  # type: ignore[func-returns-value]
+    cluster._fault = lambda message, rng: asked.append(message) or [message]  # type: ignore[func-returns-value]
     cluster.run(PROMPT, replace(GREEDY, max_tokens=1))
     assert isinstance(asked[0], Prefill) and any(isinstance(message, Close) for message in asked)
 
@@ -184,10 +184,10 @@ def test_kv_transfer_is_bit_exact(model: LoadedModel, dtype: mx.Dtype) -> None:
 def test_prompt_of_a_quantised_model_arrives_in_the_targets_number_format(
     tiny_model: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch, plain: Plain
 ) -> None:
-    """ONNX Runtime keeps keys and values in float16, whatever the module's own forward has."""
-    model = load(quantised(tiny_model("llama", **SMALL), tmp_path / "model"))
+    """ONNX Runtime keeps keys and values in float16, unlike MLX's own forward of the module."""
+    model = load(quantised(tiny_model("llama", **SMALL_CONFIG), tmp_path / "model"))
     monkeypatch.setattr("outrider.protocol.clock.now", clock := VirtualClock())
     assert model.cpu is not None and KVLayout.of(model.model, model.cpu).tensors[0].dtype == mx.float16
-    run = PrefillCluster(model, None, clock, way=unchanged).run(PROMPT, GREEDY)
+    run = PrefillCluster(model, None, clock, fault=unchanged).run(PROMPT, GREEDY)
     check_same(model, PROMPT, GREEDY, run.tokens, plain(model, PROMPT, GREEDY))
     assert run.timings.prefill_n == len(PROMPT) - 1

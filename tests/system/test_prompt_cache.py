@@ -13,7 +13,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
 from tests.columns import column_tokens
 from tests.system.cluster import MIXED, Cluster
-from tests.system.same import check_same
+from tests.system.same_text import check_same
 
 SYSTEM = [(7 * i) % 37 + 2 for i in range(40)]
 QUESTIONS = ([3, 14, 15, 9], [3, 14, 15, 9], [26, 5, 35, 8, 9])
@@ -35,19 +35,19 @@ Make = Callable[..., Cluster]
 Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
 
 
-def true_columns(tree: TokenTree, tokens: Sequence[int]) -> None:
-    held = column_tokens(tree)
-    assert held == list(tokens[: len(held)]) and len(held) == tree.committed_len
+def check_columns(tree: TokenTree, tokens: Sequence[int]) -> None:
+    columns = column_tokens(tree)
+    assert columns == list(tokens[: len(columns)]) and len(columns) == tree.committed_len
 
 
 @pytest.mark.parametrize(("family", "mode", "sampling"), WAYS)
 def test_every_turn_with_a_prompt_cache_equals_plain_decoding(
     make_cluster: Make, random_pair: Any, loaded: Any, plain: Plain, family: str, mode: str, sampling: str
 ) -> None:
-    """Conversations that begin alike, each of two turns; the drafter's columns are the committed tokens throughout."""
+    """Conversations of two turns with the same beginning. The drafter's columns always have the committed tokens."""
     pair, params = random_pair(family), SAMPLINGS[sampling]
     target, drafter = loaded(pair.target), MlxDrafter(loaded(pair.draft))
-    cluster = make_cluster(drafter, target=target, schedule=MIXED, after_draft=true_columns, kv_memory=ROOM)
+    cluster = make_cluster(drafter, target=target, schedule=MIXED, after_draft=check_columns, kv_memory=ROOM)
     for number, question in enumerate(QUESTIONS if target.attention_only else QUESTIONS[:1]):
         prompt = SYSTEM + question
         first = cluster.run(prompt, params, mode)
@@ -57,9 +57,9 @@ def test_every_turn_with_a_prompt_cache_equals_plain_decoding(
         check_same(target, again, params, second.tokens, plain(target, again, params))
         times = second.timings
         assert times.cache_n + times.prompt_n == len(again)
-        assert times.cache_n >= len(prompt) + (12 if target.attention_only else 0), "the first turn is not read again"
+        assert times.cache_n >= len(prompt) + (12 if target.attention_only else 0), "the first turn was read again"
         if target.attention_only:
-            assert first.timings.cache_n >= (len(SYSTEM) if number else 0), "nor what all begin with"
+            assert first.timings.cache_n >= (len(SYSTEM) if number else 0), "the common beginning was read again"
     use = drafter.prompt_cache.use
     assert mode == "ar" or (use.hits == use.lookups - 1 and use.tokens_saved > len(SYSTEM) * use.hits)
 

@@ -1,4 +1,4 @@
-"""Random concurrent requests have the same texts as alone: the short form of `tests.harness.random_identity`."""
+"""Random concurrent requests have the same texts as alone: a short run of `tests.harness.random_identity`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
 from tests.harness import random_identity
-from tests.harness.chance import MODES, Sizes, question, subject
-from tests.harness.random_identity import IdentityRun, compared, judged
+from tests.harness.random_identity import IdentityRun, compare_reply, describe_difference
+from tests.harness.random_requests import MODES, Sizes, draw_prompt, draw_request
 from tests.harness.requests import FullReply, TimedRequest
 from tests.tiny import Pair
 
@@ -29,19 +29,19 @@ def test_random_concurrent_requests_equal_single_ones(served: Pair, monkeypatch:
     with LocalCluster(model=served.target, draft_model=served.draft, max_active=16) as cluster:
         codec = load_codec(find_model(str(served.target)))
         client = cluster.client()
-        course = IdentityRun(client, client, codec, 1, Sizes(prompt=300, text=16), lambda _: None)
-        found = course.block(0, 20, (1, 4, 16))
+        identity_run = IdentityRun(client, client, codec, 1, Sizes(prompt=300, text=16), lambda _: None)
+        found = identity_run.run_block(0, 20, (1, 4, 16))
     assert len(found) == 20 and not [str(one) for one in found if one.verdict == random_identity.DIFFERENT]
-    asked = [one.question for one in found]
+    asked = [one.request for one in found]
     assert {one.mode for one in asked} == set(MODES)
     assert any(one.until for one in asked) and any(one.sampling.stop for one in asked)
     assert {one.sampling.temp for one in asked} == {0.0, 0.8}
 
 
 def test_drawn_request_depends_only_on_its_number_and_seed() -> None:
-    drawn = [subject(number, 3, SOURCE, Sizes()) for number in range(200)]
-    assert drawn[7] == subject(7, 3, SOURCE, Sizes()) != subject(7, 4, SOURCE, Sizes())
-    assert question(29, 3, drawn[7]) == question(29, 3, subject(7, 3, SOURCE, Sizes()))
+    drawn = [draw_prompt(number, 3, SOURCE, Sizes()) for number in range(200)]
+    assert drawn[7] == draw_prompt(7, 3, SOURCE, Sizes()) != draw_prompt(7, 4, SOURCE, Sizes())
+    assert draw_request(29, 3, drawn[7]) == draw_request(29, 3, draw_prompt(7, 3, SOURCE, Sizes()))
     lengths = [len(tokens) for tokens, _ in drawn]
     assert min(lengths) < 3 and 700 < max(lengths) <= 900
     assert max(sampling.max_tokens for _, sampling in drawn) <= 80
@@ -61,7 +61,7 @@ def test_drawn_request_depends_only_on_its_number_and_seed() -> None:
     ],
 )
 def test_reply_is_compared_by_tokens_text_and_finish_reason(reply: FullReply, why: str) -> None:
-    assert compared(ASKED, reply, ALONE) == why
+    assert describe_difference(ASKED, reply, ALONE) == why
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,4 @@ def test_difference_is_a_tie_only_with_a_certificate(
     codec = load_codec(find_model(str(TINY_TARGET)))
     other = (40, 70, 60)
     reply = replace(ALONE, token_ids=other, text=codec.decode(other))
-    assert judged(9, 4, ASKED, reply, ALONE, codec).verdict == verdict
+    assert compare_reply(9, 4, ASKED, reply, ALONE, codec).verdict == verdict

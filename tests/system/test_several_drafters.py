@@ -10,7 +10,7 @@ import pytest
 from outrider import Client, LocalCluster, Origin
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from tests.halts import pid_of, slowed
+from tests.suspend import pid_of, throttled
 from tests.target_worker.heads import markov_llama, write_feature_head
 
 WAYS = {
@@ -46,18 +46,18 @@ def test_every_drafter_keeps_the_text_and_is_reported_by_name(client: Client) ->
         expected = {origin} - {None, Origin.COPIED}
         found = client.generate(PROMPT, params, mode=mode, drafter=drafter, origins=True)
         assert found.token_ids == alone.token_ids
-        while not expected <= set(found.origins or ()):  # a busy machine's drafter is late, but for a slow target
-            with slowed(pid_of(client, "target")):
+        while not expected <= set(found.origins or ()):  # on a busy machine the drafter may be late
+            with throttled(pid_of(client, "target")):
                 found = client.generate(PROMPT, params, mode=mode, drafter=drafter, origins=True)
             assert found.token_ids == alone.token_ids
         if drafter.startswith("eagle3"):
             of_head = sum(origin in (Origin.HEAD, Origin.GUESSED) for origin in found.origins or ())
-            held = found.timings.draft_n_accepted_by
-            assert set(held) == {drafter} and held[drafter] == of_head
+            accepted = found.timings.draft_n_accepted_by
+            assert set(accepted) == {drafter} and accepted[drafter] == of_head
 
 
 def test_unusable_heads_are_noted_once_and_others_work(client: Client) -> None:
-    """What is no head, and what is none for this target."""
+    """A path that does not exist, and a head that does not fit this target."""
     found = client.generate(PROMPT, SamplingParams(max_tokens=4))
     absent, broken = sorted(note for note in found.notes if "is not used" in note)[::-1]
     assert absent.startswith("head ") and "no such path" in absent

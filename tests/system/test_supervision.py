@@ -1,4 +1,4 @@
-"""Real processes are killed and stopped in the middle of texts, and no token changes."""
+"""Real workers are killed and suspended in the middle of texts, and no token changes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE as MODEL
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
-from tests.halts import in_the_middle, slowed
 from tests.harness import faults as harness_faults
 from tests.harness.chaos import AT_ONCE, Load, Strike
-from tests.harness.faults import STARTED, Faults
+from tests.harness.faults import STARTED_WORKERS, Faults
 from tests.harness.random_identity import DIFFERENT
-from tests.harness.soak import settled
+from tests.harness.soak import wait_until_idle
+from tests.suspend import suspended_text, throttled
 from tests.tiny import Pair
 
 LIMIT, TRIES = 200.0, 20
@@ -44,7 +44,7 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def cluster(served: Pair) -> Iterator[LocalCluster]:
-    """Its target is the model under test, whose tokens the harness takes and through which it replays texts."""
+    """A cluster whose target is also the harness's model under test, for its prompts and for replaying texts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MODEL, str(served.target))
         with LocalCluster(model=served.target, draft_model=served.draft, worker_timeout=2, max_active=4) as running:
@@ -55,65 +55,65 @@ def worker(client: Client, role: str) -> WorkerStats:
     return next(worker for worker in client.stats().workers if worker.role == role)
 
 
-def until_ready(client: Client) -> None:
+def wait_until_ready(client: Client) -> None:
     deadline = time.monotonic() + LIMIT
-    while {worker.state for worker in client.stats().workers if worker.name in STARTED} != {"ready"}:
+    while {worker.state for worker in client.stats().workers if worker.name in STARTED_WORKERS} != {"ready"}:
         if time.monotonic() > deadline:
             pytest.fail(f"not all came back: {client.stats().workers}")
         time.sleep(0.02)
 
 
-def disturbed(
+def run_with_signal(
     cluster: LocalCluster, samplings: Sequence[SamplingParams], mode: str, role: str, number: signal.Signals
 ) -> list[GenerationResult]:
-    """These at once; the worker is hit when each has said something, so in the middle of all."""
+    """Runs requests concurrently, and sends a signal to the worker with this role in the middle of all their texts."""
     client, results = cluster.client(timeout=LIMIT), dict[int, GenerationResult]()
-    begun = threading.Barrier(len(samplings) + 1)
+    all_started = threading.Barrier(len(samplings) + 1)
 
-    def ask(place: int) -> None:
-        stream = client.stream(PROMPT, samplings[place], mode=mode)
+    def ask(index: int) -> None:
+        stream = client.stream(PROMPT, samplings[index], mode=mode)
         for count, _ in enumerate(stream):
             if count == 3:
-                begun.wait(LIMIT)
-        results[place] = stream.result
+                all_started.wait(LIMIT)
+        results[index] = stream.result
 
-    threads = [threading.Thread(target=ask, args=(place,)) for place in range(len(samplings))]
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(samplings))]
     for thread in threads:
         thread.start()
-    begun.wait(LIMIT)
+    all_started.wait(LIMIT)
     os.kill(worker(client, role).pid, number)
     for thread in threads:
         thread.join(LIMIT)
-    until_ready(client)
-    return [results[place] for place in range(len(samplings))]
+    wait_until_ready(client)
+    return [results[index] for index in range(len(samplings))]
 
 
-def hit_in_the_middle(
+def kill_mid_text(
     cluster: LocalCluster, samplings: Sequence[SamplingParams], mode: str, role: str, counts: str
 ) -> list[GenerationResult]:
-    """The same where this of the timings says that each was hit; asked again where one was over before that."""
+    """Kills the worker in the middle of all texts. Tries again until `counts`, a field of timings, confirms it."""
     for _ in range(TRIES):
-        results = disturbed(cluster, samplings, mode, role, signal.SIGKILL)
+        results = run_with_signal(cluster, samplings, mode, role, signal.SIGKILL)
         if all(getattr(result.timings, counts) for result in results):
             return results
     pytest.fail(f"{counts} is 0 of one text in each of {TRIES} tries")
 
 
-def undisturbed(client: Client, samplings: Sequence[SamplingParams]) -> list[GenerationResult]:
-    """The target's own texts, at once."""
+def run_plain(client: Client, samplings: Sequence[SamplingParams]) -> list[GenerationResult]:
+    """Runs requests concurrently without drafts and without faults."""
     with ThreadPoolExecutor(len(samplings)) as threads:
         return list(threads.map(lambda sampling: client.generate(PROMPT, sampling, mode="ar"), samplings))
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: LocalCluster) -> dict[str, GenerationResult]:
-    return dict(zip(TEXTS, undisturbed(cluster.client(), list(TEXTS.values())), strict=True))
+def expected(cluster: LocalCluster) -> dict[str, GenerationResult]:
+    return dict(zip(TEXTS, run_plain(cluster.client(), list(TEXTS.values())), strict=True))
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system tells of no other process's libraries")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/PID/maps")
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_workers_do_not_load_the_tokenizers_library(cluster: LocalCluster, role: str) -> None:
-    """Its start takes no part in what mlx-lm has for tokenizers."""
+    """Importing mlx-lm's tokenizer code would make workers start more slowly."""
     maps = Path(f"/proc/{worker(cluster.client(), role).pid}/maps").read_text()
     assert "/mlx/" in maps and "/tokenizers/" not in maps
 
@@ -123,8 +123,8 @@ def test_killed_drafter_rejoins_the_running_text(cluster: LocalCluster) -> None:
     long = replace(SAMPLED, max_tokens=450)
     stream = client.stream(PROMPT, long, mode="ssd")
     chunks = iter(stream)
-    # The text outlasts a drafter's start, and the target answers between two of its breaks on a slow machine, too.
-    with slowed(worker(client, "target").pid, still_s=0.6, moving_s=0.05):
+    # So slow that the text outlasts the drafter's restart, but the target still answers on a slow machine.
+    with throttled(worker(client, "target").pid, suspended_s=0.6, running_s=0.05):
         next(chunks)
         os.kill(worker(client, "draft").pid, signal.SIGKILL)
         while (draft := worker(client, "draft")).restarts == before or draft.state != "ready":
@@ -139,59 +139,59 @@ def test_killed_drafter_rejoins_the_running_text(cluster: LocalCluster) -> None:
 
 
 def test_texts_continue_unchanged_when_the_target_is_killed(
-    cluster: LocalCluster, whole: dict[str, GenerationResult]
+    cluster: LocalCluster, expected: dict[str, GenerationResult]
 ) -> None:
-    results = hit_in_the_middle(cluster, list(TEXTS.values()), "ssd", "target", "resumed")
+    results = kill_mid_text(cluster, list(TEXTS.values()), "ssd", "target", "resumed")
     for name, result in zip(TEXTS, results, strict=True):
-        assert result.token_ids == whole[name].token_ids, name
-        assert result.text == whole[name].text and result.finish_reason == whole[name].finish_reason
+        assert result.token_ids == expected[name].token_ids, name
+        assert result.text == expected[name].text and result.finish_reason == expected[name].finish_reason
         assert any("after a pause" in note for note in result.notes)
-    told = [[one.logprob for one in run.logprobs or ()] for run in (results[2], whole["logprobs"])]
-    assert told[0] == pytest.approx(told[1], abs=1e-3) and len(told[0]) == LENGTH
+    logprobs = [[one.logprob for one in run.logprobs or ()] for run in (results[2], expected["logprobs"])]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3) and len(logprobs[0]) == LENGTH
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_frozen_worker_is_replaced(cluster: LocalCluster, whole: dict[str, GenerationResult], role: str) -> None:
+def test_frozen_worker_is_replaced(cluster: LocalCluster, expected: dict[str, GenerationResult], role: str) -> None:
     before = worker(cluster.client(), role).pid
-    results = disturbed(cluster, list(TEXTS.values()), "ssd", role, signal.SIGSTOP)
-    assert [result.token_ids for result in results] == [result.token_ids for result in whole.values()]
-    while worker(cluster.client(), role).pid == before:  # a text may end before its drafter is given up
+    results = run_with_signal(cluster, list(TEXTS.values()), "ssd", role, signal.SIGSTOP)
+    assert [result.token_ids for result in results] == [result.token_ids for result in expected.values()]
+    while worker(cluster.client(), role).pid == before:  # a text may end before its drafter is replaced
         time.sleep(0.05)
-    until_ready(cluster.client())
+    wait_until_ready(cluster.client())
     with pytest.raises(ProcessLookupError):
-        os.kill(before, 0)  # nobody is started while something of the one before is left
+        os.kill(before, 0)  # a worker is only started after its predecessor has ended
 
 
 def test_request_without_a_target_waits_for_its_replacement(
-    cluster: LocalCluster, whole: dict[str, GenerationResult]
+    cluster: LocalCluster, expected: dict[str, GenerationResult]
 ) -> None:
     client = cluster.client()
     os.kill(worker(client, "target").pid, signal.SIGKILL)
-    assert client.generate(PROMPT, TEXTS["greedy"]).token_ids == whole["greedy"].token_ids
+    assert client.generate(PROMPT, TEXTS["greedy"]).token_ids == expected["greedy"].token_ids
 
 
 def test_load_with_faults_changes_no_text(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both workers are killed at once; then strangers send garbage, and clients leave."""
-    monkeypatch.setattr(harness_faults, "FRAMES", 100)  # texts are asked for as long as the faults last
+    """Both workers are killed at once; then unknown peers send invalid frames, and clients disconnect."""
+    monkeypatch.setattr(harness_faults, "FRAMES", 100)  # requests are sent for as long as the faults last
     monkeypatch.setattr(harness_faults, "CLIENTS", 8)
     client = cluster.client(timeout=LIMIT)
     load, faults = Load(client, 4, 0, cancels=True), Faults(cluster, random.Random("for a moment"))
     with load.running():
-        Strike(("draft", "target"), signal.SIGKILL, 8).inject(client, load.growth)
+        Strike(("draft", "target"), signal.SIGKILL, 8).inject(client, load.chunks)
         faults._workers_garbage()
         faults._a_malicious_drafter_joins()
         faults._clients_garbage()
         faults._clients_vanish()
-    until_ready(client)
-    assert not load.failed and len(load.found) >= AT_ONCE
-    assert not [one for one in load.found if one.verdict == DIFFERENT]
-    assert settled(cluster).kv.reserved == 0
+    wait_until_ready(client)
+    assert not load.failed and len(load.comparisons) >= AT_ONCE
+    assert not [one for one in load.comparisons if one.verdict == DIFFERENT]
+    assert wait_until_idle(cluster).kv.reserved == 0
 
 
 def test_joined_drafter_that_was_lost_joins_again(cluster: LocalCluster, served: Pair) -> None:
     client, workers = cluster.client(), f"{cluster.endpoint.rpartition('/')[0]}/workers"
 
-    def until_it_is(state: str) -> None:
+    def wait_until_state(state: str) -> None:
         deadline = time.monotonic() + LIMIT
         while [one.state for one in client.stats().workers if one.name == "studio"] != [state]:
             assert time.monotonic() < deadline, client.stats().workers
@@ -201,25 +201,28 @@ def test_joined_drafter_that_was_lost_joins_again(cluster: LocalCluster, served:
     command = python("-m", "outrider", "worker", "draft", "--connect", workers, "--name", "studio", *model)
     with subprocess.Popen(command, env=child_environment(), stderr=subprocess.DEVNULL) as studio:
         try:
-            until_it_is("ready")
+            wait_until_state("ready")
             studio.send_signal(signal.SIGSTOP)
-            until_it_is("lost")
+            wait_until_state("lost")
             studio.send_signal(signal.SIGCONT)
-            until_it_is("ready")
+            wait_until_state("ready")
             while not client.generate(PROMPT, GREEDY, mode="ssd").timings.draft_n_accepted:
                 pass
         finally:
             studio.kill()
-    until_it_is("lost")
+    wait_until_state("lost")
 
 
 def test_target_that_cannot_restart_fails_its_request_with_the_reason(served: Pair, tmp_path: Path) -> None:
     model = tmp_path / "target"
     shutil.copytree(served.target, model)
-    # Whoever asked is told; the cluster's own end is then no error of its own.
+    # The request's client gets the error, so the end of the cluster is no other error.
     with LocalCluster(model=str(model), draft_backend="ngram") as running:
         client = running.client()
-        with in_the_middle(client, lambda: client.stream(PROMPT, replace(SAMPLED, max_tokens=4000))) as (_, chunks):
+        with suspended_text(client, lambda: client.stream(PROMPT, replace(SAMPLED, max_tokens=4000))) as (
+            _,
+            chunks,
+        ):
             (model / "model.safetensors").unlink()
             os.kill(worker(client, "target").pid, signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"died 5 times in a row") as error:

@@ -1,4 +1,4 @@
-"""Trees of drafts of every origin change no text: real workers, whatever drafts and whenever it arrives."""
+"""Draft trees change no text, with any drafter and any timing of its messages: real workers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import node_depths
-from tests.covering import matrix
+from tests.pairwise import matrix
 from tests.system.cluster import MIXED, Cluster, Run
-from tests.system.same import check_same
+from tests.system.same_text import check_same
 from tests.system.test_identity import PROMPT, SAMPLINGS
 
 Make = Callable[..., Cluster]
@@ -38,7 +38,7 @@ def test_trees_keep_the_text_of_plain_decoding(
     make_cluster: Make, check: Callable[[Run, str], None], sampling: str, draft: str, mode: str
 ) -> None:
     cluster = make_cluster(draft, depth=4, branches=8, schedule=MIXED, seed=2, trees=True)
-    for _ in range(2):  # what the first one taught changes no token
+    for _ in range(2):  # what the planner learned changes no token
         check(cluster.run(PROMPT, SAMPLINGS[sampling], mode), sampling)
 
 
@@ -52,8 +52,8 @@ def test_trees_of_an_in_process_model_keep_the_text(
 
 
 def test_trees_of_every_origin_are_counted_in_timings_and_trace(make_cluster: Make, small_pair: Small) -> None:
-    """Else identity would be cheap."""
-    held: Counter[str] = Counter()
+    """Otherwise the tests above would prove little."""
+    accepted: Counter[str] = Counter()
     forked = 0
     for seed in range(2):
         cluster = make_cluster("model", depth=4, branches=8, schedule=MIXED, seed=seed, trees=True)
@@ -63,6 +63,6 @@ def test_trees_of_every_origin_are_counted_in_timings_and_trace(make_cluster: Ma
             found = run.timings.draft_n_accepted_from
             assert sum(found.values()) == run.timings.draft_n_accepted
             assert run.traced == found
-            held.update(found)
-    assert forked > 10, held
-    assert min(held[name] for name in ("prepared", "guessed")) > 1, held
+            accepted.update(found)
+    assert forked > 10, accepted
+    assert min(accepted[name] for name in ("prepared", "guessed")) > 1, accepted

@@ -1,6 +1,6 @@
-"""A drafter on another host: the text is the same whatever the link does, and the drafter returns.
+"""A drafter on another host: the text is the same with any link, and the drafter rejoins after the link was cut.
 
-The hosts are network namespaces that the test makes; only the worker's own command joins them.
+The hosts are network namespaces. The drafter is started by `outrider worker draft --connect`, as by a user.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 
 from outrider import Client, SamplingParams
-from tests.halts import in_the_middle
 from tests.harness.two_hosts import namespace
-from tests.harness.two_hosts.drafter import NAME, far_cluster, wait_for
+from tests.harness.two_hosts.drafter import NAME, remote_cluster, wait_for_state
 from tests.harness.two_hosts.hosts import TwoHosts
+from tests.suspend import suspended_text
 from tests.tiny import Pair
 
-WHY_NOT = namespace.why_not()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+UNSUPPORTED = namespace.unsupported_reason()
+pytestmark = pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED))
 
 PROMPT = "def fibonacci(n):"
 SAMPLED = SamplingParams(max_tokens=60, temp=0.8, seed=5, ignore_eos=True)
@@ -34,8 +34,8 @@ def hosts() -> Iterator[TwoHosts]:
 
 @pytest.fixture(scope="module")
 def client(hosts: TwoHosts, served: Pair) -> Iterator[Client]:
-    """Of a cluster whose only drafter is on the other host, and both have keys."""
-    with far_cluster(hosts, ("--draft-model", str(served.draft)), model=str(served.target), max_active=2) as known:
+    """The client of a cluster whose only drafter is on the other host. Both sides have keys."""
+    with remote_cluster(hosts, ("--draft-model", str(served.draft)), model=str(served.target), max_active=2) as known:
         yield known
 
 
@@ -54,12 +54,12 @@ def test_a_text_is_the_same_over_any_link(
 
 def test_drafter_rejoins_a_text_after_its_link_is_cut_and_healed(hosts: TwoHosts, client: Client) -> None:
     hosts.shape(2)
-    for _ in range(TRIES):  # a target that stands still for as long as it may is another one afterwards
-        with in_the_middle(client, lambda: client.stream(PROMPT, LONG, mode="ssd")) as (stream, chunks):
+    for _ in range(TRIES):  # a target that is suspended for too long is replaced
+        with suspended_text(client, lambda: client.stream(PROMPT, LONG, mode="ssd")) as (stream, chunks):
             hosts.cut()
-            wait_for(client, NAME, "frozen")
+            wait_for_state(client, NAME, "frozen")
             hosts.heal()
-            wait_for(client, NAME, "ready")
+            wait_for_state(client, NAME, "ready")
         for _ in chunks:
             pass
         if stream.result.timings.rejoined:

@@ -1,4 +1,4 @@
-"""One tree of a head's drafts, a remote drafter's branches and n-grams: the text is the target's own."""
+"""Trees that unite drafts of a head, branches of a remote drafter and n-grams: the text is the target's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import DraftTree, TreeUnion, merge_trees
-from tests.covering import matrix
+from tests.pairwise import matrix
 from tests.system.cluster import AMPLE, MIXED, Cluster, Run
 from tests.system.links import VirtualClock
 from tests.target_worker.block_heads import block_head
@@ -28,7 +28,7 @@ Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
 
 @pytest.fixture(scope="module")
 def blurred(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """The target with an output layer that is a little wrong."""
+    """A draft model: the target with some noise in its output layer."""
     return markov_llama(tmp_path_factory.mktemp("blurred"), blur=0.05)
 
 
@@ -39,36 +39,36 @@ def sampling(temp: float) -> SamplingParams:
 def run(
     target: LoadedModel,
     head: Head,
-    asked: SamplingParams,
+    params: SamplingParams,
     mode: str,
     drafter: str,
     draft: LoadedModel | None = None,
     **other: Any,
 ) -> Run:
-    ahead = MlxDrafter(draft or target) if drafter != HEAD else None
+    remote_drafter = MlxDrafter(draft or target) if drafter != HEAD else None
     settings = {"schedule": MIXED, "trees": True, **other}
-    cluster = Cluster(target, ahead, VirtualClock(), head=head, **settings)
-    return cluster.run(PROMPT, asked, mode, drafter=drafter)
+    cluster = Cluster(target, remote_drafter, VirtualClock(), head=head, **settings)
+    return cluster.run(PROMPT, params, mode, drafter=drafter)
 
 
-def held(found: Run) -> Counter[str]:
+def accepted_from(found: Run) -> Counter[str]:
     return Counter(found.timings.draft_n_accepted_from)
 
 
-@matrix(made=[token_head, random_head, block_head], way=[("sd", HEAD), ("ssd", BOTH)], temp=[0.0, 0.8])
+@matrix(make_head=[token_head, random_head, block_head], way=[("sd", HEAD), ("ssd", BOTH)], temp=[0.0, 0.8])
 def test_text_equals_plain_decoding(
-    target: LoadedModel, plain: Plain, made: Callable[[LoadedModel], Head], way: tuple[str, str], temp: float
+    target: LoadedModel, plain: Plain, make_head: Callable[[LoadedModel], Head], way: tuple[str, str], temp: float
 ) -> None:
     mode, drafter = way
-    found = run(target, made(target), sampling(temp), mode, drafter)
+    found = run(target, make_head(target), sampling(temp), mode, drafter)
     assert found.tokens == plain(target, PROMPT, sampling(temp))
-    assert sum(held(found).values()) == found.timings.draft_n_accepted
-    assert found.traced == held(found)
+    assert sum(accepted_from(found).values()) == found.timings.draft_n_accepted
+    assert found.traced == accepted_from(found)
 
 
 @pytest.fixture
 def rows_are_cheap(counted_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what is drafted and merged depends on no measurement: rows and in-process tokens cost nothing."""
+    """Makes rows and in-process drafts cost nothing, so that the planner's choices do not depend on measurements."""
     monkeypatch.setattr(Estimates, "row_ms", lambda self: 1e-6)
     monkeypatch.setattr(Estimates, "verify_ms", lambda self, rows: 1.0 + 1e-6 * rows)
     monkeypatch.setattr(Estimates, "in_process_ms", lambda self, tokens, drafter: 1e-6 * tokens)
@@ -76,7 +76,7 @@ def rows_are_cheap(counted_clock: None, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("rows_are_cheap")
 def test_tree_of_a_head_needs_fewer_rounds_than_its_chain(target: LoadedModel) -> None:
-    """One that is often wrong at first, and right at second sight."""
+    """With a head whose second choice is often right where its first is wrong."""
     rounds: Counter[bool] = Counter()
     for trees, depth in product((False, True), (2, 3)):
         one = run(target, blurred_head(target), sampling(0.8), "sd", HEAD, trees=trees, ngrams=False, depth=depth)
@@ -88,11 +88,11 @@ def test_tree_of_a_head_needs_fewer_rounds_than_its_chain(target: LoadedModel) -
 def test_union_needs_fewer_rounds_than_either_drafter(target: LoadedModel, blurred: LoadedModel) -> None:
     rounds: Counter[str] = Counter()
     found: Counter[str] = Counter()
-    for asked in (SamplingParams(max_tokens=48), SamplingParams(max_tokens=48, temp=0.8, seed=1)):
+    for params in (SamplingParams(max_tokens=48), SamplingParams(max_tokens=48, temp=0.8, seed=1)):
         for mode, drafter in (("sd", HEAD), ("ssd", "draft"), ("ssd", BOTH)):
-            one = run(target, blurred_head(target), asked, mode, drafter, blurred, schedule=AMPLE)
+            one = run(target, blurred_head(target), params, mode, drafter, blurred, schedule=AMPLE)
             rounds[drafter] += one.timings.rounds
-            found += held(one) if drafter == BOTH else Counter()
+            found += accepted_from(one) if drafter == BOTH else Counter()
     assert rounds[BOTH] < min(rounds[HEAD], rounds["draft"]), rounds
     assert min(found[name] for name in ("head", "prepared", "guessed", "copied")) > 0, found
 
@@ -104,7 +104,7 @@ def test_without_trees_branches_and_chains_of_a_head_are_both_accepted(
     monkeypatch.setattr(Estimates, "in_process_ms", lambda self, tokens, drafter: 0.0)
     found = run(target, blurred_head(target), sampling(0.8), "ssd", BOTH, blurred, trees=False, ngrams=False)
     assert found.tokens == plain(target, PROMPT, sampling(0.8))
-    assert held(found)["head"] and held(found)["prepared"]
+    assert accepted_from(found)["head"] and accepted_from(found)["prepared"]
 
 
 def test_united_trees_contain_shared_nodes_once() -> None:

@@ -18,7 +18,7 @@ from outrider.protocol.messages import Autonomous, InProcess, Open, Outcome, Ver
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, propose
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered, drafted_chain
+from tests.system.links import FakeLink, drafted_chain, run_worker
 from tests.target_worker.block_heads import block_head, linked_head, parallel_head
 from tests.target_worker.heads import drafter, token_head
 
@@ -72,10 +72,10 @@ def outcomes_of(
     link = FakeLink("target-0", deque(opens))
     own = InProcessDrafters({"own": drafter(make_head(target), target)}) if make_head else None
     worker = TargetWorker(link, target, drafters=own)  # type: ignore[arg-type]
-    answered(worker, link, ())
+    run_worker(worker, link, ())
     draft = InProcess(3, min_prob=0.02) if own else None
     go = [Verify(o.request, 0, 1, 3, Autonomous(24, draft)) for o in opens]
-    return answered(worker, link, go)
+    return run_worker(worker, link, go)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])

@@ -28,7 +28,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
 from tests.columns import column_tokens
-from tests.system.links import FakeLink, VirtualClock, answered, deliver_during_a_forward, drafted_chain
+from tests.system.links import FakeLink, VirtualClock, deliver_during_a_forward, drafted_chain, run_worker
 from tests.system.markov import markov
 
 _rng = np.random.default_rng(6)
@@ -58,11 +58,11 @@ class WorkerUnderTest:
         self.own = colocated
         own = InProcessDrafters({"draft": colocated} if colocated is not None else {})
         self.worker = TargetWorker(self.link, markov(TABLE), drafters=own)  # type: ignore[arg-type]
-        answered(self.worker, self.link, ())
+        run_worker(self.worker, self.link, ())
 
     def exchange(self, *messages: Any, turns: int = 1000) -> list[Any]:
         """Returns the worker's answers to `messages`, after `turns` of its loop or when it would wait."""
-        return answered(self.worker, self.link, messages, turns)
+        return run_worker(self.worker, self.link, messages, turns)
 
     @property
     def tokens(self) -> list[int]:

@@ -20,7 +20,7 @@ from outrider.protocol.messages import Abilities, Autonomous, DraftTokens, Fault
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker import model_runner
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, run_worker
 from tests.system.markov import Markov, markov
 
 TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)
@@ -72,12 +72,14 @@ def test_draft_that_the_model_fails_on_costs_only_its_round(fault: Exception | N
     """Plain decoding never reads such a token, and a drafter must not be able to end a text."""
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, poisoned(fault))  # type: ignore[arg-type]
-    first = answered(worker, link, [open_request("plain", [1, 2], sampling), open_request("drafted", [1, 2], sampling)])
+    first = run_worker(
+        worker, link, [open_request("plain", [1, 2], sampling), open_request("drafted", [1, 2], sampling)]
+    )
     assert not faults(first) and len(first) == 2
     proposal = DraftTokens((POISON, 1))
     for messages in ([Verify("drafted", 0, 1, 3, proposal)], [Verify("plain", 0, 1, 3)]):  # alone, then together
-        first += answered(worker, link, messages)
-    first += answered(worker, link, [Verify("drafted", 0, 2, 4, proposal), Verify("plain", 0, 2, 4)])
+        first += run_worker(worker, link, messages)
+    first += run_worker(worker, link, [Verify("drafted", 0, 2, 4, proposal), Verify("plain", 0, 2, 4)])
     assert not faults(first) and all(answer.accepted == 0 for answer in first if isinstance(answer, Outcome))
     bonuses = [[answer.bonus for answer in first if answer.request == name] for name in ("plain", "drafted")]
     assert bonuses[0] == bonuses[1] and len(bonuses[0]) == 3
@@ -99,9 +101,9 @@ def test_failed_verify_leaves_the_recurrent_state_of_others(
     for more in ([], [poisoned]):
         link = FakeLink("target-0", deque())
         worker = TargetWorker(link, model)  # type: ignore[arg-type]
-        answered(worker, link, [open_request("sound", [40, 41, 42]), open_request("poisoned", [50, 51])])
-        found = answered(worker, link, [Verify("sound", 0, 1, 4), *more])
-        found += answered(worker, link, [Verify("sound", 0, 2, 5, Autonomous(8))])
+        run_worker(worker, link, [open_request("sound", [40, 41, 42]), open_request("poisoned", [50, 51])])
+        found = run_worker(worker, link, [Verify("sound", 0, 1, 4), *more])
+        found += run_worker(worker, link, [Verify("sound", 0, 2, 5, Autonomous(8))])
         assert not faults(found)
         texts.append([answer.bonus for answer in found if isinstance(answer, Outcome) and answer.request == "sound"])
     assert texts[0] == texts[1] and len(texts[0]) == 9
@@ -117,7 +119,7 @@ def test_fault_is_sent_only_after_all_ranks_have_answered() -> None:
     link, leader = FakeLink("target-0", deque()), LostRanks()
     worker = TargetWorker(link, poisoned(ValueError("shapes")), leader=leader)  # type: ignore[arg-type]
     with pytest.raises(SystemExit):
-        answered(worker, link, [open_request("doomed", [1, POISON])])
+        run_worker(worker, link, [open_request("doomed", [1, POISON])])
     assert not faults(list(link.sent))
 
 
@@ -125,7 +127,7 @@ def test_fault_is_sent_only_after_all_ranks_have_answered() -> None:
 def test_failed_prompt_ends_only_its_own_request(fault: Exception | None) -> None:
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, poisoned(fault))  # type: ignore[arg-type]
-    found = answered(worker, link, [open_request("doomed", [1, POISON]), open_request("sound", [1, 2])])
+    found = run_worker(worker, link, [open_request("doomed", [1, POISON]), open_request("sound", [1, 2])])
     assert list(faults(found)) == ["doomed"]
     assert [answer.request for answer in found if isinstance(answer, Outcome)] == ["sound"]
 
@@ -143,8 +145,8 @@ def poisoned_after_five(fault: Exception | None) -> LoadedModel:
 def test_step_begun_before_the_text_ended_may_fail(fault: Exception | None) -> None:
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, poisoned_after_five(fault))  # type: ignore[arg-type]
-    answered(worker, link, [replace_struct(open_request("ended", [0, 1]), eos=(POISON,))])
-    found = answered(worker, link, [Verify("ended", 0, 1, 3, Autonomous(10))])
+    run_worker(worker, link, [replace_struct(open_request("ended", [0, 1]), eos=(POISON,))])
+    found = run_worker(worker, link, [Verify("ended", 0, 1, 3, Autonomous(10))])
     assert [getattr(answer, "bonus", answer) for answer in found] == [3, 4, POISON]
     assert worker._running["ended"].slot.fed == 5
 
@@ -155,13 +157,13 @@ def test_failed_plain_round_ends_only_its_own_request(
 ) -> None:
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, poisoned_after_five(fault))  # type: ignore[arg-type]
-    answered(worker, link, [open_request("doomed", [0, 1]), open_request("sound", [0])])
-    found = answered(worker, link, [Verify("doomed", 0, 1, 3, Autonomous(10))])
+    run_worker(worker, link, [open_request("doomed", [0, 1]), open_request("sound", [0])])
+    found = run_worker(worker, link, [Verify("doomed", 0, 1, 3, Autonomous(10))])
     assert [answer.bonus for answer in found if isinstance(answer, Outcome)] == [3, 4, 5]
     assert list(faults(found)) == ["doomed"]
     assert ("doomed", 4) in {(vars(record).get("request"), vars(record).get("round")) for record in caplog.records}
     assert "NaN or infinite" in found[-1].message if fault is None else type(fault).__name__ in found[-1].message
-    assert len(answered(worker, link, [Verify("sound", 0, 1, 2, Autonomous(2))])) == 2
+    assert len(run_worker(worker, link, [Verify("sound", 0, 1, 2, Autonomous(2))])) == 2
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
@@ -172,7 +174,7 @@ def test_piece_of_a_prompt_whose_forward_fails_at_its_end_does_not_count_as_read
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, markov(TABLE))  # type: ignore[arg-type]
     if beside:
-        answered(worker, link, [open_request("decoding", [1])])
+        run_worker(worker, link, [open_request("decoding", [1])])
     begun, fails = list[int](), iter([True])
 
     def begin(inputs: Any, chunks: Sequence[PrefillChunk] = (), after: Any = None) -> BatchForward:
@@ -187,7 +189,7 @@ def test_piece_of_a_prompt_whose_forward_fails_at_its_end_does_not_count_as_read
     read = BatchForward.commit
     monkeypatch.setattr(model_runner, "begin_forward", begin)
     monkeypatch.setattr(BatchForward, "commit", commit)
-    found = answered(
+    found = run_worker(
         worker, link, [open_request("reading", [1, 2, 3]), *([Verify("decoding", 0, 1, 2)] if beside else [])]
     )
     if beside:

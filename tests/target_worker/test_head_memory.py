@@ -22,8 +22,8 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, _usable_prefix_length
 from outrider.target_worker.target_request import TargetRequest
 from outrider.target_worker.worker import TargetWorker
-from tests.alone import continuations
-from tests.system.links import FakeLink, answered
+from tests.drafting import draft_chains
+from tests.system.links import FakeLink, run_worker
 from tests.target_worker.block_heads import convolving_head, parallel_head
 from tests.target_worker.heads import drafter, latent_head, mtp_head, random_head, recurrent_head
 
@@ -42,12 +42,12 @@ class Conversation:
         self.link = FakeLink("target-0")
         own = InProcessDrafters({"own": self.own}) if self.own else None
         self.worker = TargetWorker(self.link, model, drafters=own)  # type: ignore[arg-type]
-        answered(self.worker, self.link, [KvMemory(memory)])
+        run_worker(self.worker, self.link, [KvMemory(memory)])
 
     def begin(self, name: str, tokens: Sequence[int]) -> TargetRequest:
         params = SamplingParams(max_tokens=LENGTH, temp=0.8, seed=5)
         opened = Open(name, 0, 0, np.array(tokens, np.int32), params)
-        self.answers = answered(self.worker, self.link, [opened])
+        self.answers = run_worker(self.worker, self.link, [opened])
         return self.worker._running[name]
 
     def generate(self, name: str, draft: int = 3) -> list[int]:
@@ -56,7 +56,7 @@ class Conversation:
         start = len(running.slot.tokens)
         go = Autonomous(LENGTH, InProcess(draft) if self.own and draft else None)
         message = Verify(name, 0, running.round + 1, start, go)
-        found = answered(self.worker, self.link, [message])
+        found = run_worker(self.worker, self.link, [message])
         assert all(isinstance(one, Outcome) for one in found), found
         return running.slot.tokens[start:]
 
@@ -65,7 +65,7 @@ class Conversation:
         running = self.begin(name, tokens)
         self.generate(name, draft)
         text = list(running.slot.tokens)
-        answered(self.worker, self.link, [Close(name)])
+        run_worker(self.worker, self.link, [Close(name)])
         return text
 
     @property
@@ -91,7 +91,7 @@ def check_state(chat: Conversation, running: TargetRequest) -> None:
     fresh = HeadDrafter(chat.head, chat.model.vocab_size)
     again = fresh.open_draft(SamplingParams())
     again.add_features(0, rows[0][:known])
-    continuations([again.set_text(tokens[: known + 1])], [1])
+    draft_chains([again.set_text(tokens[: known + 1])], [1])
     for mine, true in zip(draft.tree.save(known + 1).layers, again.tree.save(known + 1).layers, strict=True):
         for a, b in zip(mine, true, strict=True):
             assert float(mx.abs(a - b).max().item()) < 1e-3
@@ -214,12 +214,12 @@ def test_target_rereads_the_rows_that_any_of_several_heads_lacks(target: LoadedM
         if known:
             draft = head.open_draft(SamplingParams())
             draft.add_features(0, mx.ones((known, 64)))
-            continuations([draft.set_text(PROMPT[: known + 1])], [1])
+            draft_chains([draft.set_text(PROMPT[: known + 1])], [1])
             draft.close(discard=False)
     drafts = [head.open_draft(SamplingParams()) for head in own]
     assert _usable_prefix_length(slot, drafts, 52) == 45
     for draft in drafts:
         draft.add_features(45, mx.ones((4, 64)))
     for draft, length in zip(drafts, (49, 49, 4), strict=True):
-        continuations([draft.set_text(slot.tokens[:50])], [1])
+        draft_chains([draft.set_text(slot.tokens[:50])], [1])
         assert len(draft.tree.pairs) == length

@@ -25,7 +25,7 @@ from outrider.protocol.stats import KvCost
 from outrider.target_worker import in_process_drafters
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered, drafted_chain
+from tests.system.links import FakeLink, drafted_chain, run_worker
 from tests.target_worker.heads import (
     drafter,
     feature_head,
@@ -60,7 +60,7 @@ def run(
     ]
     link = FakeLink("target-0", deque(opens))
     worker = TargetWorker(link, target, drafters=own)  # type: ignore[arg-type]
-    found = {one.request: [("", one)] for one in answered(worker, link, ())}
+    found = {one.request: [("", one)] for one in run_worker(worker, link, ())}
     by = {o.request: cycle(turns[n % len(turns) :] + turns[: n % len(turns)]) for n, o in enumerate(opens)}
     while any(len(texts(rounds)) < LENGTH for rounds in found.values()):
         messages, names = [], {request: next(each) for request, each in by.items()}
@@ -69,7 +69,7 @@ def run(
             at, draft = len(running.slot.tokens), InProcess(DEPTH, name, row_costs=FREE_ROWS) if name else None
             messages += [Verify(request, 0, running.round + 1, at, Autonomous(9, draft))]
             messages += [Halt(request, 0)]
-        for one in answered(worker, link, messages):
+        for one in run_worker(worker, link, messages):
             assert isinstance(one, Outcome), one
             found[one.request].append((names[one.request], one))
     return found

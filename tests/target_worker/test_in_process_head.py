@@ -30,11 +30,11 @@ from outrider.protocol.messages import Autonomous, DraftTokens, InProcess, Open,
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
-from tests.ahead import said
-from tests.alone import continuations
 from tests.drafters import nextn_heads
 from tests.drafters.mtp_heads import model_of, write, write_head
-from tests.system.links import FakeLink, answered, drafted_chain
+from tests.drafting import draft_chains
+from tests.forwards import unwrap
+from tests.system.links import FakeLink, drafted_chain, run_worker
 from tests.target_worker.block_heads import (
     block_feature_head,
     block_head,
@@ -76,10 +76,10 @@ def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int
     link = FakeLink("target-0", deque(opens))
     together = InProcessDrafters({"own": own} if own else {})
     worker = TargetWorker(link, target, drafters=together)  # type: ignore[arg-type]
-    found = answered(worker, link, ())
+    found = run_worker(worker, link, ())
     draft = InProcess(DEPTH) if own else None
     go = [Verify(o.request, 0, 1, len(o.tokens) + 1, Autonomous(LENGTH, draft)) for o in opens]
-    found += answered(worker, link, go)
+    found += run_worker(worker, link, go)
     assert all(isinstance(one, Outcome) for one in found), found
     assert not own or len(getattr(own.kv_cache, "_sequences", ())) <= requests
     return [[one for one in found if one.request == o.request] for o in opens]
@@ -118,7 +118,7 @@ def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: Load
     link = FakeLink("target-0", deque([opened]))
     own = drafter(token_head(target), target)
     worker = TargetWorker(link, target, drafters=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
-    answered(worker, link, ())
+    run_worker(worker, link, ())
     running, start = worker._running["r"], len(PROMPTS[0])
     for turn in range(5):
         at = len(running.slot.tokens)
@@ -126,7 +126,7 @@ def test_plain_rounds_and_received_chains_leave_no_gap_for_the_head(target: Load
         chain = (rest[0], (rest[1] + 1) % 258)
         autonomous = Verify("r", 0, running.round + 1, at, Autonomous(5, None if turn % 3 else InProcess(3)))
         message = Verify("r", 0, running.round + 1, at, DraftTokens(chain)) if turn % 3 == 1 else autonomous
-        answered(worker, link, [message])
+        run_worker(worker, link, [message])
     assert running.slot.tokens[start:] == truth[: len(running.slot.tokens) - start]
     draft = running._drafting["own"]
     assert isinstance(draft, HeadDraft)
@@ -231,19 +231,19 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
                     chain[-1] = (chain[-1] + 1) % 258
             chains.append((tuple(chain), k))
         some = [n for n in range(3) if draws.random() < 0.8]
-        continuations([drafts[n].set_text(slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some])
+        draft_chains([drafts[n].set_text(slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some])
         outputs = begin_forward(
             [VerifyInput(slot, chain) for slot, (chain, _) in zip(slots, chains, strict=True)]
         ).commit()
-        assert [said(v).accepted for v in outputs] == [k for _, k in chains]
-    continuations([f.set_text(s.tokens) for f, s in zip(drafts, slots, strict=True)], [2, 3, 1])
+        assert [unwrap(v).accepted for v in outputs] == [k for _, k in chains]
+    draft_chains([f.set_text(s.tokens) for f, s in zip(drafts, slots, strict=True)], [2, 3, 1])
     for slot, draft, rows in zip(slots, drafts, received, strict=True):
         features = mx.concatenate(rows)
         assert len(draft.tree.pairs) == len(slot.tokens) - 1 == features.shape[0]
         fresh = HeadDrafter(head, target.vocab_size)
         again = fresh.open_draft(SamplingParams())
         again.add_features(0, features)
-        continuations([again.set_text(slot.tokens)], [1])
+        draft_chains([again.set_text(slot.tokens)], [1])
         for mine, true in zip(layers_of(draft), layers_of(again), strict=True):
             for a, b in zip(mine, true, strict=True):
                 assert float(mx.abs(a - b).max().item()) < 1e-3
@@ -268,7 +268,7 @@ def test_recurrent_head_depends_only_on_the_newest_row(target: LoadedModel) -> N
         if draws.random() < 0.7:
             again = fresh.open_draft(SamplingParams())
             again.add_features(len(text) - 2, features[-1:])
-            chain, other = (continuations([f.set_text(text)], [3])[0].chain for d, f in ((own, draft), (fresh, again)))
+            chain, other = (draft_chains([f.set_text(text)], [3])[0].chain for d, f in ((own, draft), (fresh, again)))
             assert chain == other and len(chain) == 3
             again.close(discard=True)
 
@@ -278,7 +278,7 @@ def test_head_restarts_after_a_gap_in_its_rows(target: LoadedModel) -> None:
     draft, text = own.open_draft(SamplingParams()), list(range(5, 45))
 
     def chain(count: int) -> tuple[int, ...]:
-        return continuations([draft.set_text(text[:count])], [2])[0].chain
+        return draft_chains([draft.set_text(text[:count])], [2])[0].chain
 
     draft.add_features(0, mx.ones((9, 64)))
     assert len(chain(10)) == 2 and len(draft.tree.pairs) == 9
@@ -300,7 +300,7 @@ def test_only_the_newest_rows_are_kept_while_nothing_is_drafted(
         draft.add_features(at, mx.ones((min(100, len(text) - 1 - at), 64)))
     assert MAX_BUFFERED // 2 <= draft.features.count <= MAX_BUFFERED
     monkeypatch.setattr(own, "context_length", 1 << 20)
-    assert len(continuations([draft.set_text(text)], [1])[0].chain) == 1
+    assert len(draft_chains([draft.set_text(text)], [1])[0].chain) == 1
     assert len(draft.tree.pairs) >= MAX_BUFFERED // 2
 
 
@@ -323,10 +323,10 @@ def test_failed_text_of_a_batch_does_not_affect_the_others(
     chains = [draft.set_text([5, 6, 7, 8]) for draft in drafts]
     drafts[0].add_features(0, mx.full((3, 64), mx.nan))
     drafts[1].add_features(0, mx.zeros((3, 64)))
-    found = continuations(chains, [3, 3])
+    found = draft_chains(chains, [3, 3])
     assert isinstance(found[0], ModelFault) and len(found[1].chain) == 3
     drafts[1].add_features(3, mx.zeros((1, 64)))
-    assert len(continuations([drafts[1].set_text([5, 6, 7, 8, 9])], [3])[0].chain) == 3
+    assert len(draft_chains([drafts[1].set_text([5, 6, 7, 8, 9])], [3])[0].chain) == 3
 
 
 def test_wrong_pairing_of_rows_and_tokens_causes_a_warning(
@@ -373,7 +373,7 @@ def test_residual_chain_of_a_head_is_proposed_as_certain(target: LoadedModel) ->
     own = drafter(token_head(target), target)
     draft = own.open_draft(SamplingParams(temp=0.8, seed=3, rule="residual"))
     draft.add_features(0, mx.zeros((3, 64)))
-    (found,) = continuations([draft.set_text([5, 6, 7, 8])], [3])
+    (found,) = draft_chains([draft.set_text([5, 6, 7, 8])], [3])
     assert len(found.chain) == 3 and found.q is None
 
 
@@ -383,5 +383,5 @@ def test_penalties_count_the_drafted_chain(target: LoadedModel) -> None:
     for draft in (free, bound):
         draft.add_features(0, mx.zeros((3, 64)))
     lines: list[Any] = [free.set_text([5, 6, 7, 8]), bound.set_text([5, 6, 7, 8])]
-    plain, other = continuations(lines, [18, 18])
+    plain, other = draft_chains(lines, [18, 18])
     assert len(set(other.chain) - {5, 6, 7, 8}) == 18 and other.chain != plain.chain

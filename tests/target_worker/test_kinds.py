@@ -12,7 +12,7 @@ from outrider.protocol.messages import DraftTokens, Fault, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ, one_hot
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, run_worker
 from tests.system.markov import markov
 
 TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)
@@ -25,8 +25,8 @@ def answer(sampling: SamplingParams, verify: Verify) -> Any:
     """The target's answer to `verify`, whose base_len and request are filled in."""
     link = FakeLink("target-0")
     worker = TargetWorker(link, markov(TABLE))  # type: ignore[arg-type]
-    answered(worker, link, [Open("r", 0, 0, PROMPT, sampling)])
-    return answered(worker, link, [replace(verify, request="r", base_len=len(PROMPT) + 1)])[-1]
+    run_worker(worker, link, [Open("r", 0, 0, PROMPT, sampling)])
+    return run_worker(worker, link, [replace(verify, request="r", base_len=len(PROMPT) + 1)])[-1]
 
 
 def verify(chain: tuple[int, ...], q: SparseQ | None = None, parents: tuple[int, ...] = ()) -> Verify:

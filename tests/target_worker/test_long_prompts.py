@@ -21,7 +21,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker import model_runner
 from outrider.target_worker.model_runner import MIN_CHUNK_TOKENS
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, run_worker
 from tests.system.markov import markov
 
 TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)
@@ -69,7 +69,7 @@ class Machine:
         self._now_ns += int(1e6 * milliseconds)
 
     def exchange(self, *messages: Message, turns: int) -> list[Any]:
-        return answered(self.worker, self.link, messages, turns)
+        return run_worker(self.worker, self.link, messages, turns)
 
     def read(self, *names: str) -> Fed:
         """The forwards from these prompts' arrival to their first tokens."""

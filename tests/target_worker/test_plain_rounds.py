@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from outrider.protocol.messages import Autonomous, Close, DraftTokens, Halt, Open, Outcome, Resync, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered, deliver_during_a_forward
+from tests.system.links import FakeLink, deliver_during_a_forward, run_worker
 from tests.system.markov import markov
 
 TABLE = np.random.default_rng(6).normal(size=(6, 6)).astype(np.float32)
@@ -28,11 +28,11 @@ class WorkerUnderTest:
     def __init__(self, epoch: int = 0) -> None:
         self.link = FakeLink("target-0", deque([Open("r", epoch, 0, PROMPT, SamplingParams(temp=1.0, seed=4))]))
         self.worker = TargetWorker(self.link, markov(TABLE))  # type: ignore[arg-type]
-        answered(self.worker, self.link, ())
+        run_worker(self.worker, self.link, ())
 
     def exchange(self, *messages: Any, turns: int = 1000) -> list[Any]:
         """Returns the worker's answers to `messages`, after `turns` of its loop or when it would wait."""
-        return answered(self.worker, self.link, messages, turns)
+        return run_worker(self.worker, self.link, messages, turns)
 
 
 def plain(number: int, room: int = 50, request: str = "r") -> Verify:

@@ -17,7 +17,7 @@ from outrider.protocol.messages import Autonomous, Close, KvMemory, Open, Outcom
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered
+from tests.system.links import FakeLink, run_worker
 
 TOP = 3
 SYSTEM = [(31 * i) % 250 + 2 for i in range(300)]
@@ -33,7 +33,7 @@ def model(tiny_model: Callable[..., Path]) -> LoadedModel:
 def worker(model: LoadedModel, counted_clock: None) -> tuple[TargetWorker, FakeLink]:
     link = FakeLink("target-0")
     worker = TargetWorker(link, model)  # type: ignore[arg-type]
-    answered(worker, link, [KvMemory(1 << 26)])
+    run_worker(worker, link, [KvMemory(1 << 26)])
     return worker, link
 
 
@@ -60,20 +60,20 @@ def check(model: LoadedModel, tokens: Sequence[int], rows: Logprobs | None) -> N
 
 def test_prompt_logprobs_are_those_of_one_forward(model: LoadedModel, worker: tuple[TargetWorker, FakeLink]) -> None:
     """Beside a decoding request, in pieces, and again when the prompt cache has the prompt."""
-    answered(*worker, [open_request("decodes", [7, 8, 9], None)])
-    answered(*worker, [Verify("decodes", 0, 1, 4, Autonomous(10_000))], turns=3)
+    run_worker(*worker, [open_request("decodes", [7, 8, 9], None)])
+    run_worker(*worker, [Verify("decodes", 0, 1, 4, Autonomous(10_000))], turns=3)
     for turn in "ab":
         answers: dict[str, Logprobs | None] = {}
         messages = [open_request(name + turn, tokens) for name, tokens in PROMPTS.items()]
-        answers |= prompt_logprobs_of(answered(*worker, messages, turns=60))
+        answers |= prompt_logprobs_of(run_worker(*worker, messages, turns=60))
         for name, tokens in PROMPTS.items():
             check(model, tokens, answers[name + turn])
-        answered(*worker, [Close(name + turn) for name in PROMPTS], turns=3)
+        run_worker(*worker, [Close(name + turn) for name in PROMPTS], turns=3)
 
 
 def test_only_requests_that_ask_get_prompt_logprobs(worker: tuple[TargetWorker, FakeLink]) -> None:
     messages = [open_request("plain", SYSTEM, None), open_request("again", SYSTEM[::-1], TOP, round_=4, generated=9)]
-    assert prompt_logprobs_of(answered(*worker, messages)) == {"plain": None, "again": None}
+    assert prompt_logprobs_of(run_worker(*worker, messages)) == {"plain": None, "again": None}
     assert not worker[0]._running["again"].slot.prompt_logprobs  # nor are they computed
 
 
@@ -81,7 +81,7 @@ def test_request_that_begins_again_before_its_first_token_gets_prompt_logprobs(
     model: LoadedModel, worker: tuple[TargetWorker, FakeLink]
 ) -> None:
     """Its OPEN was lost, or the target was replaced while it read the prompt."""
-    answers = prompt_logprobs_of(answered(*worker, [open_request("again", SYSTEM, round_=1)]))
+    answers = prompt_logprobs_of(run_worker(*worker, [open_request("again", SYSTEM, round_=1)]))
     check(model, SYSTEM, answers["again"])
 
 
@@ -96,7 +96,7 @@ def test_prompt_logprobs_survive_a_failed_forward(
         return forward(self, feeds)
 
     monkeypatch.setattr(FlatKVCache, "forward", fails)
-    answers = prompt_logprobs_of(answered(*worker, [open_request(name, tokens) for name, tokens in PROMPTS.items()]))
+    answers = prompt_logprobs_of(run_worker(*worker, [open_request(name, tokens) for name, tokens in PROMPTS.items()]))
     assert not failures
     for name, tokens in PROMPTS.items():
         check(model, tokens, answers[name])

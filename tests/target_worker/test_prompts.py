@@ -30,7 +30,7 @@ from outrider.protocol.messages import (
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import CacheUse
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, Idle, VirtualClock, answered
+from tests.system.links import FakeLink, Idle, VirtualClock, run_worker
 
 Bonus = Callable[[Sequence[int]], int]
 ROOM = KvMemory(1 << 26)
@@ -52,7 +52,7 @@ class WorkerUnderTest:
         self.exchange(*begin)
 
     def exchange(self, *messages: Any, turns: int = 1000) -> list[Any]:
-        answers = answered(self.worker, self.link, messages, turns)
+        answers = run_worker(self.worker, self.link, messages, turns)
         self.answers += answers
         return answers
 

@@ -21,7 +21,7 @@ from outrider.protocol.errors import EndpointError, WorkerError
 from outrider.protocol.messages import Fault, Ping, Pong, RankHello, Shutdown, TextChange, Welcome
 from outrider.target_worker.rank_link import RankLink, free_ports, own_address
 from outrider.target_worker.ranks import RankLeader, RankMember
-from tests.halts import still
+from tests.suspend import suspended
 
 LIMIT = 200.0
 TIMEOUT_S = 0.4
@@ -184,7 +184,7 @@ def test_ranks_that_are_stopped_for_a_while_together_stay_connected() -> None:
     """As when their computer sleeps. A ping that is under way at that moment may count as unanswered."""
     with subprocess.Popen([sys.executable, "-c", PAIRS], stdin=-1, stdout=-1, text=True) as pairs:
         assert pairs.stdout is not None and pairs.stdout.readline() == "all\n"
-        with still(pairs.pid):
+        with suspended(pairs.pid):
             time.sleep(3 * TIMEOUT_S)
         lost, _ = pairs.communicate("\n", timeout=LIMIT)
     assert int(lost) <= 2

@@ -20,7 +20,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import tree_fault
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
-from tests.system.links import FakeLink, answered, drafted_chain
+from tests.system.links import FakeLink, drafted_chain, run_worker
 from tests.target_worker.heads import drafter, token_head
 from tests.target_worker.test_in_process_head import LENGTH, PROMPTS, run
 
@@ -72,7 +72,7 @@ def test_received_and_prepared_trees_do_not_change_the_text(
     ]
     link = FakeLink("target-0", deque(opens))
     worker = TargetWorker(link, target)  # type: ignore[arg-type]
-    answered(worker, link, ())
+    run_worker(worker, link, ())
     paths = 0
     for _ in range(3):
         messages: list[Any] = []
@@ -90,7 +90,7 @@ def test_received_and_prepared_trees_do_not_change_the_text(
             messages += [Verify(*place, DraftTokens(tokens, parents))]
             messages += [Prepare(*place, ((9, 9), committed), ((), next_tokens), ((), next_parents))]
             trees[str(number), running.round + 1], trees[str(number), running.round + 2] = tokens, next_tokens
-        found = answered(worker, link, messages)
+        found = run_worker(worker, link, messages)
         assert len(found) == 2 * requests
         for outcome in found:
             running, tokens = worker._running[outcome.request], trees[outcome.request, outcome.round]
@@ -130,13 +130,13 @@ def test_invalid_tree_ends_only_its_request(target: LoadedModel, alone: Alone) -
     opens = [Open(str(n), 0, 0, np.array(PROMPTS[n], np.int32), SamplingParams()) for n in range(2)]
     link = FakeLink("target-0", deque(opens))
     worker = TargetWorker(link, target)  # type: ignore[arg-type]
-    answered(worker, link, ())
+    run_worker(worker, link, ())
     chain = tuple(alone(0.0, 2)[1][1:3])
     messages = [
         Verify("0", 0, 1, len(PROMPTS[0]) + 1, DraftTokens((4, 4), (-1, -1))),
         Verify("1", 0, 1, len(PROMPTS[1]) + 1, DraftTokens(chain)),
     ]
-    fault_, outcome = answered(worker, link, messages)
+    fault_, outcome = run_worker(worker, link, messages)
     assert "follows node -1 of a tree twice" in fault_.message
     assert (outcome.request, outcome.accepted) == ("1", 2)
 
@@ -157,9 +157,9 @@ def test_target_without_trees_takes_the_first_branch_of_a_drafted_tree(
     link = FakeLink("target-0", deque([opened]))
     worker = TargetWorker(link, target, drafters=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
     worker._kv_cache.trees = False  # type: ignore[misc]
-    found = answered(worker, link, ())
+    found = run_worker(worker, link, ())
     go = Verify("0", 0, 1, len(PROMPTS[0]) + 1, Autonomous(LENGTH, InProcess(3)))
-    outcomes = [*found, *answered(worker, link, [go])]
+    outcomes = [*found, *run_worker(worker, link, [go])]
     blank = {"work": plain[0][0].work, "idle_ns": 0, "drafted": None, "peak_bytes": 0}
     seen, expected = ([(replace(one, **blank), drafted_chain(one)) for one in found] for found in (outcomes, plain[0]))
     assert seen == expected

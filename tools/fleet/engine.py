@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from outrider.orchestrator.front.admission import FairQueue
-from tests.harness.virtual.world import World
+from tests.harness.virtual.event_loop import EventLoop
 from tools.fleet.job import Job
 
 
@@ -31,12 +31,12 @@ class Engine:
     """Engine `number` in `zone`, with `slots` for requests. Calls `ended` with each complete request. `gone`: it has
     stopped. `known`: the ingress may choose it."""
 
-    def __init__(self, number: int, zone: int, slots: int, world: World, ended: Callable[[Job], None]) -> None:
+    def __init__(self, number: int, zone: int, slots: int, loop: EventLoop, ended: Callable[[Job], None]) -> None:
         self.number, self.zone = number, zone
         self.gone, self.known = False, True
-        self.since, self.until = world.now, 0.0
+        self.since, self.until = loop.now, 0.0
         self.machinery: Machinery
-        self._slots, self._world, self._ended = slots, world, ended
+        self._slots, self._loop, self._ended = slots, loop, ended
         self._waiting: FairQueue[Job] = FairQueue()
         self._running: dict[str, Job] = {}
 
@@ -57,12 +57,12 @@ class Engine:
     def on_complete(self, job: Job) -> None:
         """Handles a request whose tokens are complete. Its slot is free in the next event."""
         del self._running[job.name]
-        self._world.after(0.0, self._admit)
+        self._loop.call_later(0.0, self._admit)
         self._ended(job)
 
     def end(self) -> None:
         """Stops the engine at once."""
-        self.gone, self.until = True, self._world.now
+        self.gone, self.until = True, self._loop.now
         self.machinery.end()
 
     def take_all(self) -> list[Job]:
@@ -79,5 +79,5 @@ class Engine:
             if job is None:
                 return
             self._running[job.name] = job
-            job.start(self._world.now)
+            job.start(self._loop.now)
             self.machinery.begin(job)

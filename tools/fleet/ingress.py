@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
-from tests.harness.virtual.world import World
+from tests.harness.virtual.event_loop import EventLoop
 from tools.fleet.engine import Engine
 from tools.fleet.job import Job
 
@@ -74,9 +74,9 @@ Router = PowerOfTwo | LeastLoaded | Sessions
 class IngressQueue:
     """Routes requests to `engines`, with at most `ongoing` requests per engine."""
 
-    def __init__(self, world: World, router: Router, ongoing: int) -> None:
+    def __init__(self, loop: EventLoop, router: Router, ongoing: int) -> None:
         self.engines: list[Engine] = []
-        self._world, self._router, self._ongoing = world, router, ongoing
+        self._loop, self._router, self._ongoing = loop, router, ongoing
         self._queue: deque[Job] = deque()
         self._tasks = 0
 
@@ -98,7 +98,7 @@ class IngressQueue:
         while self._queue and (self._router.in_order or of in self._queue):
             job = self._queue[0] if self._router.in_order else of
             if not self._assign(job):
-                self._world.after(backoff, partial(self._run_task, of, min(2 * backoff, MAX_BACKOFF_SECONDS)))
+                self._loop.call_later(backoff, partial(self._run_task, of, min(2 * backoff, MAX_BACKOFF_SECONDS)))
                 return
             backoff = MIN_BACKOFF_SECONDS
         self._tasks -= 1

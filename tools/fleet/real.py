@@ -21,7 +21,7 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.protocol import values
 from tests.harness.virtual.drafter import VOCAB
-from tests.harness.virtual.world import World
+from tests.harness.virtual.event_loop import EventLoop
 from tools.fleet.engine import Engine
 from tools.fleet.job import Job
 from tools.fleet.plan import Fleet, Sizes
@@ -87,36 +87,36 @@ class VirtualEngineRun:
 
     def __init__(self, profile: Profile, hop_ms: float) -> None:
         fleet = Fleet((profile,), engines=1, drafters=1, active=SLOTS, prompt_rate=1e6, remembers=0, hop_ms=hop_ms)
-        self._world, self._rng, self._jobs = World(), random.Random("texts"), list[Job]()
-        self._engine = Engine(0, 0, SLOTS, self._world, self._ended)
-        self._engine.machinery = RealRounds(self._world, fleet, profile, self._on_tokens, self._engine.on_complete)
+        self._loop, self._rng, self._jobs = EventLoop(), random.Random("texts"), list[Job]()
+        self._engine = Engine(0, 0, SLOTS, self._loop, self._ended)
+        self._engine.machinery = RealRounds(self._loop, fleet, profile, self._on_tokens, self._engine.on_complete)
         self._next: list[Ask] = []
 
     def play(self, phase: Phase) -> list[Answer]:
         self._jobs, self._next = [], list(phase.asks) if phase.at_once else []
-        with self._world.running():
+        with self._loop.as_process_clock():
             if phase.at_once:
                 for _ in range(phase.at_once):
                     self._take(self._next.pop(0))
             for ask in () if phase.at_once else phase.asks:
-                self._world.after(ask.after, lambda ask=ask: self._take(ask))  # type: ignore[misc]
-            while not self._world.idle:
-                self._world.step()
+                self._loop.call_later(ask.after, lambda ask=ask: self._take(ask))  # type: ignore[misc]
+            while not self._loop.idle:
+                self._loop.run_next()
         return [Answer(job.asked, job.first or 0.0, job.last, job.answer) for job in self._jobs]
 
     def _take(self, ask: Ask) -> None:
         text = tuple(self._rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS + ask.tokens + SPARE_TOKENS))
-        job = Job(f"v{self._world.now}-{len(self._jobs)}", "one", self._world.now, text, PROMPT_TOKENS, ask.tokens)
+        job = Job(f"v{self._loop.now}-{len(self._jobs)}", "one", self._loop.now, text, PROMPT_TOKENS, ask.tokens)
         self._jobs.append(job)
         self._engine.take(job)
 
     def _on_tokens(self, job: Job, tokens: float, flows: float = 0.0) -> None:
-        job.receive(tokens, self._world.now, flows)
+        job.receive(tokens, self._loop.now, flows)
 
     def _ended(self, job: Job) -> None:
         if self._next:
             ask = self._next.pop(0)
-            self._world.after(0.0, lambda: self._take(ask))
+            self._loop.call_later(0.0, lambda: self._take(ask))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS
 from outrider.target_worker.model_runner import MIN_CHUNK_TOKENS
-from tests.harness.virtual.remembered import Remembered
-from tests.harness.virtual.world import World
+from tests.harness.virtual.event_loop import EventLoop
+from tests.harness.virtual.prompt_cache import VirtualPromptCache
 from tools.fleet.job import Job
 from tools.fleet.rounds import OnTokens
 from tools.fleet.service import Service, ServicePace
@@ -32,16 +32,16 @@ class RecordedFlow:
     """A flow of tokens. `services` returns the recorded rates for the number of drafters left."""
 
     def __init__(
-        self, world: World, services: Callable[[int], Service], drafters: int, prompt_rate: float, remembers: int,
+        self, loop: EventLoop, services: Callable[[int], Service], drafters: int, prompt_rate: float, remembers: int,
         on_tokens: OnTokens, on_complete: Callable[[Job], None],
     ) -> None:  # fmt: skip
-        self._world, self._services, self._all = world, services, drafters
+        self._loop, self._services, self._all = loop, services, drafters
         self._service = services(drafters)
         self._prompt_ms = 1000 / prompt_rate if prompt_rate else 0.0
-        self._remembered = Remembered(remembers)
+        self._prompt_cache = VirtualPromptCache(remembers)
         self._on_tokens, self._on_complete = on_tokens, on_complete
         self._running: list[Running] = []
-        self._since, self._busy, self._timer_number = world.now, 0.0, 0
+        self._since, self._busy, self._timer_number = loop.now, 0.0, 0
 
     @property
     def busy(self) -> float:
@@ -51,7 +51,7 @@ class RecordedFlow:
     def begin(self, job: Job) -> None:
         self._advance()
         text = job.text[: job.prompt + round(job.received)]
-        unread = len(text) - self._remembered.find(text) if self._prompt_ms else 0
+        unread = len(text) - self._prompt_cache.lookup(text) if self._prompt_ms else 0
         self._running.append(Running(job, unread, job.answer - job.received))
         self._set_timer()
 
@@ -93,7 +93,7 @@ class RecordedFlow:
 
     def _advance(self) -> None:
         """Credits the tokens that flowed since the last call."""
-        seconds, self._since = self._world.now - self._since, self._world.now
+        seconds, self._since = self._loop.now - self._since, self._loop.now
         if not self._running or seconds <= 0:
             return
         self._busy += seconds
@@ -118,7 +118,7 @@ class RecordedFlow:
         waits = [one.left / rate for one in self._running if one.unread <= 0 and rate > 0]
         waits += [reader.unread / reading] if reader is not None else []
         turn = self._timer_number
-        self._world.after(max(min(waits), EPSILON), lambda: self._on_timer(turn))
+        self._loop.call_later(max(min(waits), EPSILON), lambda: self._on_timer(turn))
 
     def _on_timer(self, turn: int) -> None:
         if turn != self._timer_number:
@@ -131,6 +131,6 @@ class RecordedFlow:
         for one in [one for one in self._running if one.unread <= 0 and one.left <= EPSILON]:
             self._running.remove(one)
             one.job.received = one.job.answer
-            self._remembered.keep(one.job.text[: one.job.prompt + one.job.answer])
+            self._prompt_cache.add(one.job.text[: one.job.prompt + one.job.answer])
             self._on_complete(one.job)
         self._set_timer()

@@ -14,7 +14,7 @@ from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
 from tests.harness.virtual.drafter import Machine
 from tests.harness.virtual.engine import Hardware, VirtualEngine
-from tests.harness.virtual.world import World
+from tests.harness.virtual.event_loop import EventLoop
 from tools.fleet.job import Job
 from tools.fleet.plan import Fleet
 from tools.simulation.profile import Profile
@@ -31,19 +31,19 @@ def hardware(fleet: Fleet, profile: Profile) -> Hardware:
     other = Machine(profile, fleet.hop_ms / 1000)
     prompt_ms = 1000 / fleet.prompt_rate if fleet.prompt_rate else 0.0
     others = (other,) * (fleet.drafters - 1)
-    return Hardware(profile, fleet.hop_ms, others=others, prompt_ms=prompt_ms, remembers=fleet.remembers)
+    return Hardware(profile, fleet.hop_ms, others=others, prompt_ms=prompt_ms, cache_tokens=fleet.remembers)
 
 
 class RealRounds:
     """Runs the real rounds. Calls `on_tokens` with each chunk, and `on_complete` with each request that ends."""
 
     def __init__(
-        self, world: World, fleet: Fleet, profile: Profile, on_tokens: OnTokens, on_complete: Callable[[Job], None],
+        self, loop: EventLoop, fleet: Fleet, profile: Profile, on_tokens: OnTokens, on_complete: Callable[[Job], None],
         memory: Sequence[Tuning] = (),
     ) -> None:  # fmt: skip
         started = min(fleet.drafters, MAX_DRAFTERS)  # others join
         settings = round_settings(fleet.depth, fleet.branches, ngrams=False, drafters=started)
-        self._engine = VirtualEngine(world, hardware(fleet, profile), settings, self._on_event, memory=memory)
+        self._engine = VirtualEngine(loop, hardware(fleet, profile), settings, self._on_event, memory=memory)
         self._mode, self._on_tokens, self._on_complete = fleet.mode, on_tokens, on_complete
         self._jobs: dict[str, Job] = {}
 

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from tests.harness.virtual.world import World
+from tests.harness.virtual.event_loop import EventLoop
 from tools.fleet.plan import Scaling
 
 # Seconds between two samples, and the number of samples in the mean.
@@ -19,25 +19,25 @@ class Scaler:
     def __init__(
         self,
         scaling: Scaling,
-        world: World,
+        loop: EventLoop,
         counts: Callable[[], tuple[int, int]],
         grow: Callable[[], None],
         shrink: Callable[[], None],
     ) -> None:
-        self._scaling, self._world = scaling, world
+        self._scaling, self._loop = scaling, loop
         self._counts, self._grow, self._shrink = counts, grow, shrink
         self._seen: deque[int] = deque(maxlen=MEAN_SAMPLES)
         self._coming, self._since, self._wish = 0, 0.0, 0
-        world.after(SAMPLE_SECONDS, self._sample)
+        loop.call_later(SAMPLE_SECONDS, self._sample)
 
     def _sample(self) -> None:
         engines, requests = self._counts()
         self._seen.append(requests)
         self._decide(engines + self._coming)
-        self._world.after(SAMPLE_SECONDS, self._sample)
+        self._loop.call_later(SAMPLE_SECONDS, self._sample)
 
     def _decide(self, engines: int) -> None:
-        scaling, now = self._scaling, self._world.now
+        scaling, now = self._scaling, self._loop.now
         wanted = math.ceil(sum(self._seen) / len(self._seen) / scaling.each)
         wanted = min(max(wanted, scaling.least), scaling.most)
         wish = (wanted > engines) - (wanted < engines)
@@ -46,7 +46,7 @@ class Scaler:
         if wish > 0 and now - self._since >= scaling.up:
             self._coming += wanted - engines
             for _ in range(wanted - engines):
-                self._world.after(scaling.start, self._started)
+                self._loop.call_later(scaling.start, self._started)
             self._wish = 0
         elif wish < 0 and now - self._since >= scaling.down:
             for _ in range(engines - wanted):

@@ -10,7 +10,7 @@ from functools import cache
 from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.target_worker.model_runner import READING_SHARE, READING_SHARE_WITH_CHAINS
 from tests.harness.virtual.drafter import VOCAB
-from tests.harness.virtual.world import World
+from tests.harness.virtual.event_loop import EventLoop
 from tools.fleet.job import Job
 from tools.fleet.plan import ROUTINGS, Fleet
 from tools.fleet.rounds import RealRounds
@@ -54,7 +54,7 @@ def _record_service(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Serv
 def _measure_pace(
     fleet: Fleet, profile: Profile, drafters: int, at_once: int, memory: Sequence[Tuning]
 ) -> tuple[ServicePace, tuple[Tuning, ...]]:
-    world, rng, received = World(), random.Random(f"service {at_once}"), [0.0]
+    loop, rng, received = EventLoop(), random.Random(f"service {at_once}"), [0.0]
 
     def on_tokens(job: Job, tokens: float, flows: float = 0.0) -> None:
         job.received += tokens
@@ -62,23 +62,23 @@ def _measure_pace(
 
     def another(number: int) -> None:
         text = tuple(rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS + ANSWER_TOKENS + SPARE_TOKENS))
-        rounds.begin(Job(f"r{number}", "", world.now, text, PROMPT_TOKENS, ANSWER_TOKENS))
+        rounds.begin(Job(f"r{number}", "", loop.now, text, PROMPT_TOKENS, ANSWER_TOKENS))
 
     def on_complete(job: Job) -> None:
-        world.after(0.0, lambda: another(int(job.name[1:]) + at_once))
+        loop.call_later(0.0, lambda: another(int(job.name[1:]) + at_once))
 
-    rounds = RealRounds(world, fleet, profile, on_tokens, on_complete, memory)
+    rounds = RealRounds(loop, fleet, profile, on_tokens, on_complete, memory)
     if drafters < fleet.drafters:
         rounds.lose_drafters(fleet.drafters - drafters, 0.0)
-    with world.running():
+    with loop.as_process_clock():
         for number in range(at_once):
-            world.after(0.001 * number, lambda number=number: another(number))  # type: ignore[misc]
-        while world.now < LEARNING_SECONDS:
-            world.step()
-        before, rows, forwards, began = received[0], rounds.rows, rounds.forwards, world.now
-        while world.now < LEARNING_SECONDS + MEASURED_SECONDS:
-            world.step()
-    tokens, seconds, made = received[0] - before, world.now - began, rounds.forwards - forwards
+            loop.call_later(0.001 * number, lambda number=number: another(number))  # type: ignore[misc]
+        while loop.now < LEARNING_SECONDS:
+            loop.run_next()
+        before, rows, forwards, began = received[0], rounds.rows, rounds.forwards, loop.now
+        while loop.now < LEARNING_SECONDS + MEASURED_SECONDS:
+            loop.run_next()
+    tokens, seconds, made = received[0] - before, loop.now - began, rounds.forwards - forwards
     chains = rounds.rows - rows > 1.5 * made * at_once
     share = READING_SHARE_WITH_CHAINS if chains else READING_SHARE
     return ServicePace(tokens / seconds / at_once, 1000 * seconds / made, share), rounds.learned()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests.harness.virtual.world import World
+from tests.harness.virtual.event_loop import EventLoop
 from tools.fleet.engine import Engine, Machinery
 from tools.fleet.ingress import IngressQueue, LeastLoaded, PowerOfTwo, Router, Sessions
 from tools.fleet.job import Job
@@ -34,25 +34,25 @@ class Simulation:
 
     def __init__(self, fleet: Fleet, traffic: Traffic, real: bool, loss: Loss | None = None) -> None:
         self._fleet, self._traffic, self._real = fleet, traffic, real
-        self._world, self._tally = World(), Tally()
+        self._loop, self._tally = EventLoop(), Tally()
         routers: dict[str, Router] = {
             "power-of-two": PowerOfTwo(traffic.seed), "least": LeastLoaded(), "sessions": Sessions()
         }  # fmt: skip
-        self._ingress = IngressQueue(self._world, routers[fleet.routing], fleet.ongoing)
+        self._ingress = IngressQueue(self._loop, routers[fleet.routing], fleet.ongoing)
         self._ended_engines: list[Engine] = []
         self._numbers = 0
         for number in range(fleet.engines):
             self._add_engine(fleet.zone(number))
-        self._users = Users(traffic, self._world, self._on_request)
+        self._users = Users(traffic, self._loop, self._on_request)
         if fleet.scaling is not None:
-            Scaler(fleet.scaling, self._world, self._counts, self._grow, self._shrink)
+            Scaler(fleet.scaling, self._loop, self._counts, self._grow, self._shrink)
         if loss is not None:
-            self._world.at(loss.at, lambda: self._lose(loss))
+            self._loop.call_at(loss.at, lambda: self._lose(loss))
 
     def run(self, begin: float = 0.0, shown: Callable[[float], None] = lambda _: None) -> Outcome:
         """Runs until the traffic ends, and counts from second `begin` on. Calls `shown` with each second."""
         busy_at_begin, alive_at_begin = 0.0, 0.0
-        with self._world.running():
+        with self._loop.as_process_clock():
             for second in range(int(self._traffic.seconds) + 1):
                 self._run_until(second)
                 self._sample()
@@ -65,13 +65,13 @@ class Simulation:
 
     def _run_until(self, second: float) -> None:
         reached: list[bool] = []
-        self._world.at(second, lambda: reached.append(True))
+        self._loop.call_at(second, lambda: reached.append(True))
         while not reached:
-            self._world.step()
+            self._loop.run_next()
 
     def _busy(self) -> tuple[float, float]:
         """Returns the seconds in which targets worked, and in which they existed."""
-        there = [(engine, self._world.now) for engine in self._ingress.engines if not engine.gone]
+        there = [(engine, self._loop.now) for engine in self._ingress.engines if not engine.gone]
         all_ = [*there, *((engine, engine.until) for engine in self._ended_engines)]
         return sum(one.machinery.busy for one, _ in all_), sum(until - one.since for one, until in all_)
 
@@ -85,7 +85,7 @@ class Simulation:
         self._users.on_answer(job)
 
     def _on_tokens(self, job: Job, tokens: float, flows: float = 0.0) -> None:
-        self._tally.record(job, tokens, self._world.now, flows)
+        self._tally.record(job, tokens, self._loop.now, flows)
 
     def _sample(self) -> None:
         engines = [engine for engine in self._ingress.engines if not engine.gone]
@@ -96,7 +96,7 @@ class Simulation:
     # --- engines --------------------------------------------------------------------------------------------------
 
     def _add_engine(self, zone: int) -> None:
-        engine = Engine(self._numbers, zone, self._fleet.active, self._world, self._on_answer)
+        engine = Engine(self._numbers, zone, self._fleet.active, self._loop, self._on_answer)
         engine.machinery = self._machinery(engine)
         self._numbers += 1
         self._ingress.engines.append(engine)
@@ -105,13 +105,13 @@ class Simulation:
         fleet, profile = self._fleet, self._fleet.profile(engine.number)
         _, memory = record_service(fleet, profile, fleet.drafters)
         if self._real:
-            return RealRounds(self._world, fleet, profile, self._on_tokens, engine.on_complete, memory)
+            return RealRounds(self._loop, fleet, profile, self._on_tokens, engine.on_complete, memory)
 
         def of(drafters: int) -> Service:
             return record_service(fleet, profile, drafters)[0]
 
         return RecordedFlow(
-            self._world, of, fleet.drafters, fleet.prompt_rate, fleet.remembers, self._on_tokens, engine.on_complete
+            self._loop, of, fleet.drafters, fleet.prompt_rate, fleet.remembers, self._on_tokens, engine.on_complete
         )
 
     # --- losses ---------------------------------------------------------------------------------------------------
@@ -122,9 +122,9 @@ class Simulation:
             lost = [engine for engine in self._ingress.engines if engine.zone == LOST_ZONE and not engine.gone]
             for engine in lost:
                 engine.end()
-            self._world.after(loss.engine, lambda: self._move_requests(lost))
+            self._loop.call_later(loss.engine, lambda: self._move_requests(lost))
             if loss.back is not None:
-                self._world.after(loss.back, lambda: self._restore_engines(len(lost)))
+                self._loop.call_later(loss.back, lambda: self._restore_engines(len(lost)))
 
     def _restore_engines(self, count: int) -> None:
         for _ in range(count):
@@ -136,7 +136,7 @@ class Simulation:
             if count:
                 engine.machinery.lose_drafters(count, loss.drafter)
                 if loss.back is not None:
-                    self._world.after(loss.back, engine.machinery.regain_drafters)
+                    self._loop.call_later(loss.back, engine.machinery.regain_drafters)
 
     def _move_requests(self, lost: Sequence[Engine]) -> None:
         """Handles a loss once it is noticed: other engines take the requests and read prompts and answers again."""
@@ -165,7 +165,7 @@ class Simulation:
 
     def _remove_when_idle(self, engine: Engine) -> None:
         if engine.load:
-            self._world.after(1.0, lambda: self._remove_when_idle(engine))
+            self._loop.call_later(1.0, lambda: self._remove_when_idle(engine))
         elif engine in self._ingress.engines:
             engine.end()
             self._ingress.engines.remove(engine)

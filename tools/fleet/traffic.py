@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.harness.virtual.drafter import VOCAB
-from tests.harness.virtual.world import World
+from tests.harness.virtual.event_loop import EventLoop
 from tools.fleet.job import Job
 from tools.fleet.plan import Sizes, Traffic
 
@@ -43,10 +43,10 @@ class Session:
 
 
 class Users:
-    """Begins sessions in `world`, and passes each request to `ask`."""
+    """Begins sessions on `loop`, and passes each request to `ask`."""
 
-    def __init__(self, traffic: Traffic, world: World, ask: Callable[[Job], None]) -> None:
-        self._traffic, self._world, self._ask = traffic, world, ask
+    def __init__(self, traffic: Traffic, loop: EventLoop, ask: Callable[[Job], None]) -> None:
+        self._traffic, self._loop, self._ask = traffic, loop, ask
         self._rng = random.Random(f"sessions {traffic.seed}")
         self._sessions: dict[str, Session] = {}
         self._begun = 0
@@ -59,17 +59,17 @@ class Users:
             del self._sessions[job.session]
             return
         wait = session.rng.expovariate(1 / self._traffic.think)
-        if self._world.now + wait < self._traffic.seconds:
-            self._world.after(wait, lambda: self._ask(session.next_request(self._traffic, self._world.now)))
+        if self._loop.now + wait < self._traffic.seconds:
+            self._loop.call_later(wait, lambda: self._ask(session.next_request(self._traffic, self._loop.now)))
 
     def _next(self) -> None:
         wait = self._rng.expovariate(self._traffic.rate / self._traffic.turns)
-        if self._world.now + wait < self._traffic.seconds:
-            self._world.after(wait, self._begin)
+        if self._loop.now + wait < self._traffic.seconds:
+            self._loop.call_later(wait, self._begin)
 
     def _begin(self) -> None:
         name = f"s{self._begun}"
         self._begun += 1
         self._sessions[name] = session = Session(name, random.Random(f"{name} {self._traffic.seed}"))
-        self._ask(session.next_request(self._traffic, self._world.now))
+        self._ask(session.next_request(self._traffic, self._loop.now))
         self._next()

@@ -14,7 +14,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from outrider.orchestrator.cli import run_as_program
-from tests.harness.default_model import mixed
+from tests.harness.default_model import mixed_prompts
 from tools.page import visit
 from tools.page.browser import run_browser
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         page.set_default_timeout(visit.PATIENCE_MS)
         page.goto(options.url)
         visit.wait_until_ready(page)
-        for number, prompt in enumerate(mixed(options.requests)):
+        for number, prompt in enumerate(mixed_prompts(options.requests)):
             mode, temperature = MODES[number % len(MODES)], TEMPERATURES[number // len(MODES) % len(TEMPERATURES)]
             visit.fill_form(page, prompt.text, options.max_tokens, mode, temperature, number)
             answer, lane = visit.generate(page), page.locator(".lane")

@@ -1,5 +1,5 @@
-"""Cases of other projects' test suites and of the APIs' references, written again and run against this server.
+"""Test cases of other projects and of the APIs' references, rewritten as requests to a running server.
 
-Each case names its source and what is expected there; its result is always measured, never written by hand. Knows HTTP
-only, and nothing of how the server works.
+Each case names its source and what is expected there. The outcomes in docs/conformance.md are always generated. Uses
+HTTP only, and nothing of the server's code.
 """

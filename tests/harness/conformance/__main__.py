@@ -13,9 +13,9 @@ import argparse
 from pathlib import Path
 
 from outrider.orchestrator.cli import run_as_program
-from tests.harness.conformance.case import PASSES, Case, Cases, Outcome, Servers, outcome
+from tests.harness.conformance.case import PASSES, Case, Cases, Outcome, Servers, run_case
 from tests.harness.conformance.families import FAMILIES
-from tests.harness.conformance.servers import both
+from tests.harness.conformance.servers import serve_both
 from tests.harness.conformance.table import clients_of, page
 
 Found = list[tuple[str, list[Outcome]]]
@@ -27,12 +27,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with both() as servers:
+    with serve_both() as servers:
         found = ask_all(servers, options.only.lower())
     every = [one for _, outcomes in found for one in outcomes]
     missed = [one for one in every if one.verdict != PASSES]
     for one in missed:
-        print(f"{one.verdict}: {one.case.name} ({one.case.source})\n    {one.words}\n    {one.case.why or 'WHY?'}")
+        print(f"{one.verdict}: {one.case.name} ({one.case.source})\n    {one.message}\n    {one.case.why or 'WHY?'}")
     print(f"{len(every) - len(missed)} of {len(every)} cases pass; {len(missed)} do not")
     if options.write is not None:
         before = options.write.read_text(encoding="utf-8") if options.write.is_file() else ""
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 def ask_all(servers: Servers, word: str = "") -> Found:
     """Returns the outcomes of all cases with this word, by family."""
-    found = [(family.title, [outcome(case, servers) for case in _chosen(family, word)]) for family in FAMILIES]
+    found = [(family.title, [run_case(case, servers) for case in _chosen(family, word)]) for family in FAMILIES]
     return [(title, outcomes) for title, outcomes in found if outcomes]
 
 

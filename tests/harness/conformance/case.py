@@ -22,30 +22,30 @@ class Servers:
     pair: Server
 
 
-Try = Callable[[Servers], None]
+CaseFunction = Callable[[Servers], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`name`: the expectation; `source`: where it is from; `why`: the reason why it is not meant to pass, if so."""
+    """`name`: the expectation; `source`: where it is from; `why`: why it intentionally does not pass, if so."""
 
     name: str
     source: str
-    run: Try
+    run: CaseFunction
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`words`: the server's message, or the difference; empty if the case passes."""
+    """`message`: the server's error message, or the difference; empty if the case passes."""
 
     case: Case
     verdict: str
-    words: str = ""
+    message: str = ""
 
 
-class Unmet(Exception):
-    """An expectation is not met; the message says what was found."""
+class ExpectationFailed(Exception):
+    """A response differs from the expected one; the message says how."""
 
 
 class Cases(list[Case]):
@@ -55,42 +55,42 @@ class Cases(list[Case]):
         super().__init__()
         self.title = title
 
-    def add(self, source: str, why: str = "") -> Callable[[Try], Try]:
+    def add(self, source: str, why: str = "") -> Callable[[CaseFunction], CaseFunction]:
         """Returns a decorator that adds a function as a case; its docstring is the case's name."""
 
-        def keep(run: Try) -> Try:
+        def decorate(run: CaseFunction) -> CaseFunction:
             self.append(Case((run.__doc__ or "").strip().rstrip("."), source, run, why))
             return run
 
-        return keep
+        return decorate
 
 
-def outcome(case: Case, servers: Servers) -> Outcome:
+def run_case(case: Case, servers: Servers) -> Outcome:
     """Runs a case, and returns its outcome."""
     try:
         case.run(servers)
-    except Refusal as refusal:
-        return Outcome(case, REFUSED, str(refusal))
-    except Unmet as unmet:
-        return Outcome(case, DIFFERS, str(unmet))
-    except LookupError as missing:
-        return Outcome(case, DIFFERS, f"the answer has no {missing}")
+    except Refusal as error:
+        return Outcome(case, REFUSED, str(error))
+    except ExpectationFailed as error:
+        return Outcome(case, DIFFERS, str(error))
+    except LookupError as error:
+        return Outcome(case, DIFFERS, f"the answer has no {error}")
     return Outcome(case, PASSES)
 
 
-def hold(it_holds: object, otherwise: str) -> None:
-    """Raises Unmet with `otherwise` unless the condition holds."""
-    if not it_holds:
-        raise Unmet(otherwise)
+def expect(condition: object, message: str) -> None:
+    """Raises ExpectationFailed with `message` unless the condition is true."""
+    if not condition:
+        raise ExpectationFailed(message)
 
 
 def equal(found: Any, expected: Any, what: str) -> None:
-    """Raises Unmet unless both are equal."""
-    hold(found == expected, f"{what} is {found!r}, and not {expected!r}")
+    """Raises ExpectationFailed unless both are equal."""
+    expect(found == expected, f"{what} is {found!r}, and not {expected!r}")
 
 
 def refused(reply: Reply, *words: str, status: int = 400) -> None:
-    """Checks for an error of this status with all of the words in its message. Raises Unmet."""
+    """Checks for an error of this status whose message contains all of `words`. Raises ExpectationFailed."""
     equal(reply.status, status, "the status")
     for word in words:
-        hold(word in reply.words, f"the error says {reply.words!r}, and not {word!r}")
+        expect(word in reply.message, f"the error says {reply.message!r}, and not {word!r}")

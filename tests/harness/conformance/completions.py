@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
+from tests.harness.conformance.case import Cases, Servers, equal, expect, refused
 from tests.harness.conformance.requests import PROMPT, TEXT
 
 cases = Cases("Completions")
@@ -14,27 +14,27 @@ VLLM, LLAMA = "vLLM test_completion", "llama.cpp test_completion"
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """A full response has an id, text, usage with cached tokens, and a finish reason."""
-    answer = at.pair.whole(TEXT, prompt=PROMPT, max_tokens=5, temperature=0)
-    hold(answer["id"].startswith("cmpl-") and answer["object"] == "text_completion", "id or object is otherwise")
+    answer = at.pair.json(TEXT, prompt=PROMPT, max_tokens=5, temperature=0)
+    expect(answer["id"].startswith("cmpl-") and answer["object"] == "text_completion", "id or object is wrong")
     choice, usage = answer["choices"][0], answer["usage"]
-    hold(choice["text"] and choice["finish_reason"] == "length", f"the choice is {choice}")
+    expect(choice["text"] and choice["finish_reason"] == "length", f"the choice is {choice}")
     equal(usage["total_tokens"], usage["prompt_tokens"] + 5, "the total")
-    hold(isinstance(usage["prompt_tokens_details"]["cached_tokens"], int), "cached_tokens is no number")
+    expect(isinstance(usage["prompt_tokens_details"]["cached_tokens"], int), "cached_tokens is not a number")
 
 
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
     """A prompt of token ids equals its text."""
-    tokens = at.pair.whole("/tokenize", content=PROMPT)["tokens"]
-    texts = [at.pair.whole(TEXT, prompt=p, max_tokens=8)["choices"][0]["text"] for p in (PROMPT, tokens)]
+    tokens = at.pair.json("/tokenize", content=PROMPT)["tokens"]
+    texts = [at.pair.json(TEXT, prompt=p, max_tokens=8)["choices"][0]["text"] for p in (PROMPT, tokens)]
     equal(texts[1], texts[0], "the text")
 
 
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
     """Several prompts, of text and of tokens, are answered in their order."""
-    tokens = at.pair.whole("/tokenize", content=PROMPT)["tokens"]
-    choices = at.pair.whole(TEXT, prompt=[tokens, PROMPT], max_tokens=8)["choices"]
+    tokens = at.pair.json("/tokenize", content=PROMPT)["tokens"]
+    choices = at.pair.json(TEXT, prompt=[tokens, PROMPT], max_tokens=8)["choices"]
     equal([choice["index"] for choice in choices], [0, 1], "the indices")
     equal(choices[0]["text"], choices[1]["text"], "the first text")
 
@@ -42,26 +42,26 @@ def _(at: Servers) -> None:
 @cases.add(LLAMA, why="OpenAI's prompts are one or the other")
 def _(at: Servers) -> None:
     """Text and token ids are mixed in one prompt."""
-    at.pair.whole(TEXT, prompt=[1, 2, PROMPT, 3], max_tokens=2)
+    at.pair.json(TEXT, prompt=[1, 2, PROMPT, 3], max_tokens=2)
 
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
     """Without max_tokens 16 tokens are generated."""
-    equal(at.pair.whole(TEXT, prompt=PROMPT)["usage"]["completion_tokens"], 16, "the number")
+    equal(at.pair.json(TEXT, prompt=PROMPT)["usage"]["completion_tokens"], 16, "the number")
 
 
 @cases.add("vLLM test_chat_echo")
 def _(at: Servers) -> None:
     """echo puts the prompt before the text."""
-    texts = [at.pair.whole(TEXT, prompt=PROMPT, max_tokens=5, echo=e)["choices"][0]["text"] for e in (True, False)]
+    texts = [at.pair.json(TEXT, prompt=PROMPT, max_tokens=5, echo=e)["choices"][0]["text"] for e in (True, False)]
     equal(texts[0], PROMPT + texts[1], "the text")
 
 
 @cases.add("vLLM test_chat_echo")
 def _(at: Servers) -> None:
     """max_tokens of 0 with echo returns only the prompt."""
-    equal(at.pair.whole(TEXT, prompt=PROMPT, max_tokens=0, echo=True)["choices"][0]["text"], PROMPT, "the text")
+    equal(at.pair.json(TEXT, prompt=PROMPT, max_tokens=0, echo=True)["choices"][0]["text"], PROMPT, "the text")
 
 
 @cases.add("vLLM test_prompt_validation")
@@ -99,24 +99,24 @@ def _(at: Servers) -> None:
 @cases.add("llama.cpp test_ctx_shift", why="a truncated prompt would change the answer; send a shorter one")
 def _(at: Servers) -> None:
     """A prompt that is too long is truncated (context_shift, truncate_prompt_tokens)."""
-    at.pair.whole(TEXT, prompt=[5] * 2000, truncate_prompt_tokens=4)
+    at.pair.json(TEXT, prompt=[5] * 2000, truncate_prompt_tokens=4)
 
 
 @cases.add("OpenAI's reference", why="the models served continue a text and don't support fill-in-the-middle")
 def _(at: Servers) -> None:
     """suffix: the text fits before it."""
-    at.pair.whole(TEXT, prompt="def f(", suffix="return 1", max_tokens=5)
+    at.pair.json(TEXT, prompt="def f(", suffix="return 1", max_tokens=5)
 
 
 @cases.add("vLLM test_return_token_ids")
 def _(at: Servers) -> None:
     """return_token_ids adds token ids to the text, streamed or not; a client can continue from them."""
     asked: dict[str, Any] = {"max_tokens": 8, "seed": 3, "temperature": 0.8, "return_token_ids": True}
-    tokens = at.pair.whole("/tokenize", content=PROMPT)["tokens"]
-    whole = at.pair.whole(TEXT, prompt=tokens, **asked)["choices"][0]["token_ids"]
+    tokens = at.pair.json("/tokenize", content=PROMPT)["tokens"]
+    whole = at.pair.json(TEXT, prompt=tokens, **asked)["choices"][0]["token_ids"]
     events = at.pair.stream(TEXT, prompt=tokens, **asked)
     equal([one for event in events for one in event["choices"][0].get("token_ids", ())], whole, "what is streamed")
-    rest = at.pair.whole(TEXT, prompt=tokens + whole[:5], **{**asked, "max_tokens": 3})["choices"][0]["token_ids"]
+    rest = at.pair.json(TEXT, prompt=tokens + whole[:5], **{**asked, "max_tokens": 3})["choices"][0]["token_ids"]
     equal(rest, whole[5:], "what follows")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
-from tests.harness.conformance.requests import CHAT, CLAUDE, HELLO, PROMPT, RESPOND, TEXT, content_of
+from tests.harness.conformance.case import Cases, Servers, equal, expect, refused
+from tests.harness.conformance.requests import CHAT, HELLO, MESSAGES, PROMPT, RESPONSES, TEXT, content_of
 
 cases = Cases("Errors")
 LLAMA = "llama.cpp test_chat_completion"
@@ -38,10 +38,10 @@ def _(at: Servers) -> None:
 @cases.add("vLLM test_non_object_body_validation")
 def _(at: Servers) -> None:
     """A body that is not a JSON object is a 400."""
-    for path in (CHAT, TEXT, RESPOND, CLAUDE):
+    for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         for body in (b"[]", b"null", b'"x"', b"{", b"", b"\xff"):
             reply = at.chat.send("POST", path, body)
-            hold(reply.status == 400 and reply.words, f"{body!r} at {path} is {reply.status}: {reply.words!r}")
+            expect(reply.status == 400 and reply.message, f"{body!r} at {path} is {reply.status}: {reply.message!r}")
 
 
 @cases.add("OpenAI's reference")
@@ -66,25 +66,25 @@ def _(at: Servers) -> None:
 )
 def _(at: Servers) -> None:
     """Any model's name is answered by the one that is served."""
-    at.chat.whole(CHAT, model="gpt-3.5-turbo-instruct", messages=HELLO)
+    at.chat.json(CHAT, model="gpt-3.5-turbo-instruct", messages=HELLO)
 
 
 @cases.add("vLLM's and llama.cpp's practice")
 def _(at: Servers) -> None:
     """Unknown fields are ignored."""
-    at.chat.whole(CHAT, messages=HELLO, brand_new={"of": 2027})
+    at.chat.json(CHAT, messages=HELLO, brand_new={"of": 2027})
 
 
 @cases.add("llama.cpp's practice", why="the answer would not be what the request asks for")
 def _(at: Servers) -> None:
     """Fields of unsupported samplers, such as mirostat, are ignored."""
-    at.chat.whole(CHAT, messages=HELLO, mirostat=2)
+    at.chat.json(CHAT, messages=HELLO, mirostat=2)
 
 
 @cases.add("the practice of Anthropic's runners of tools")
 def _(at: Servers) -> None:
     """`thread` is rejected with the error code on which clients retry without it."""
-    reply = at.chat.post(CLAUDE, messages=HELLO, max_tokens=5, thread={"type": "create"})
+    reply = at.chat.post(MESSAGES, messages=HELLO, max_tokens=5, thread={"type": "create"})
     refused(reply, "thread")
     equal(reply.json["error"]["details"]["error_code"], "thread_unsupported_request", "the word")
 
@@ -100,20 +100,20 @@ def _(at: Servers) -> None:
     """Fields without effect are accepted: user, metadata, store, service_tier, prediction and the like."""
     names = ("user", "service_tier", "prompt_cache_key", "safety_identifier", "verbosity")
     more = {"metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "modalities": ["text"]}
-    hold(content_of(at.chat.whole(CHAT, messages=HELLO, **dict.fromkeys(names, "x"), **more)), "there is no text")
+    expect(content_of(at.chat.json(CHAT, messages=HELLO, **dict.fromkeys(names, "x"), **more)), "there is no text")
 
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
     """null means omitted."""
     names = "temperature top_p max_tokens n stop seed stream tools response_format logprobs logit_bias presence_penalty"
-    at.chat.whole(CHAT, messages=HELLO, **dict.fromkeys(names.split()), frequency_penalty=None, stream_options=None)
+    at.chat.json(CHAT, messages=HELLO, **dict.fromkeys(names.split()), frequency_penalty=None, stream_options=None)
 
 
 @cases.add("OpenAI's reference", why="audio output is not supported")
 def _(at: Servers) -> None:
     """modalities with audio."""
-    at.chat.whole(CHAT, messages=HELLO, modalities=["text", "audio"])
+    at.chat.json(CHAT, messages=HELLO, modalities=["text", "audio"])
 
 
 @cases.add("vLLM test_chat_completion")
@@ -138,7 +138,7 @@ def _(at: Servers) -> None:
     """An unknown path is a 404 and a wrong method a 405, in the API's format."""
     refused(at.chat.get("/v1/nothing"), "", status=404)
     wrong = at.chat.get(CHAT)
-    hold(wrong.status == 405 and wrong.words and wrong.headers.get("allow") == "POST", f"it is {wrong}")
+    expect(wrong.status == 405 and wrong.message and wrong.headers.get("allow") == "POST", f"it is {wrong}")
 
 
 @cases.add("OpenAI's reference; Anthropic's reference")
@@ -146,7 +146,7 @@ def _(at: Servers) -> None:
     """Every response, errors too, has a request id; a given one is returned."""
     reply = at.chat.send("GET", "/v1/models", headers={"x-request-id": "mine-1"})
     equal(reply.headers["x-request-id"], "mine-1", "the id")
-    hold(at.chat.post(CHAT).headers["x-request-id"].startswith("req_"), "there is none")
+    expect(at.chat.post(CHAT).headers["x-request-id"].startswith("req_"), "there is none")
 
 
 @cases.add("llama.cpp test_security")
@@ -154,11 +154,11 @@ def _(at: Servers) -> None:
     """Another site's page may not ask: no CORS headers unless the site is named."""
     asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
     reply = at.chat.send("OPTIONS", CHAT, headers=asked)
-    hold("access-control-allow-origin" not in reply.headers, "it may")
+    expect("access-control-allow-origin" not in reply.headers, "it may")
 
 
 @cases.add("vLLM test_shutdown; llama.cpp test_completion")
 def _(at: Servers) -> None:
     """The server keeps working after rejected and failed requests."""
     at.pair.post(TEXT, prompt="x " * 5000)
-    at.pair.whole(TEXT, prompt=PROMPT)
+    at.pair.json(TEXT, prompt=PROMPT)

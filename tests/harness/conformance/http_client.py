@@ -16,9 +16,9 @@ JSON = {"content-type": "application/json"}
 class Refusal(Exception):
     """An error response: its status and its message."""
 
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(f"{status}: {words}")
-        self.status, self.words = status, words
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status, self.message = status, message
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Reply:
             return {}
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """The message of an error."""
         error = self.json.get("error", {}) if isinstance(self.json, dict) else {}
         return str(error.get("message", "")) if isinstance(error, dict) else str(error)
@@ -46,7 +46,7 @@ class Reply:
     def ok(self) -> Reply:
         """Returns the reply itself. Raises Refusal for an error."""
         if self.status >= 400:
-            raise Refusal(self.status, self.words)
+            raise Refusal(self.status, self.message)
         return self
 
     def lines(self, field: str) -> list[str]:
@@ -84,7 +84,7 @@ class Server:
     def post(self, path: str, **body: Any) -> Reply:
         return self.send("POST", path, json.dumps(body).encode())
 
-    def whole(self, path: str, **body: Any) -> Any:
+    def json(self, path: str, **body: Any) -> Any:
         """Returns the JSON of a response. Raises Refusal."""
         return self.post(path, **body).ok().json
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.harness.conformance.case import Cases, Servers, equal, hold
-from tests.harness.conformance.requests import CITY, CLAUDE, ENDLESS, GREETING, HELLO, PARIS, SUNNY, THINKS
+from tests.harness.conformance.case import Cases, Servers, equal, expect
+from tests.harness.conformance.requests import CITY, ENDLESS, GREETING, HELLO, MESSAGES, PARIS, SUNNY, THINKS
 
 cases = Cases("Messages")
 LLAMA, VLLM, ANTHROPIC = "llama.cpp test_compat_anthropic", "vLLM tests/entrypoints/anthropic", "Anthropic's reference"
 TOOL = {"name": "get_weather", "input_schema": CITY}
-COUNT = f"{CLAUDE}/count_tokens"
+COUNT = f"{MESSAGES}/count_tokens"
 USE = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": PARIS}
 
 
 def ask(at: Servers, **asked: Any) -> Any:
-    return at.chat.whole(CLAUDE, **{"model": at.chat.model, "messages": HELLO, "max_tokens": 50, **asked})
+    return at.chat.json(MESSAGES, **{"model": at.chat.model, "messages": HELLO, "max_tokens": 50, **asked})
 
 
 def stream(at: Servers, **asked: Any) -> list[Any]:
-    return at.chat.stream(CLAUDE, **{"messages": HELLO, "max_tokens": 50, **asked})
+    return at.chat.stream(MESSAGES, **{"messages": HELLO, "max_tokens": 50, **asked})
 
 
 def talk(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
@@ -39,14 +39,16 @@ def _(at: Servers) -> None:
     equal((answer["type"], answer["role"], answer["stop_reason"]), ("message", "assistant", "end_turn"), "the head")
     equal([(b["type"], b["text"]) for b in answer["content"]], [("text", GREETING)], "the content")
     usage = answer["usage"]
-    hold(all(isinstance(usage[f"{n}_tokens"], int) for n in ("input", "output", "cache_read_input")), f"it is {usage}")
+    expect(
+        all(isinstance(usage[f"{n}_tokens"], int) for n in ("input", "output", "cache_read_input")), f"it is {usage}"
+    )
 
 
 @cases.add(LLAMA, why="`timings` and `outrider` are added to Anthropic's fields; clients ignore unknown fields")
 def _(at: Servers) -> None:
     """Responses have no other fields than Anthropic's."""
     answer = ask(at)
-    hold("timings" not in answer, "there are timings")
+    expect("timings" not in answer, "there are timings")
 
 
 @cases.add(f"{LLAMA}; {VLLM}")
@@ -56,7 +58,7 @@ def _(at: Servers) -> None:
     for system in ("Be kind.", [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}]):
         usage = ask(at, system=system)["usage"]
         total = usage["input_tokens"] + usage["cache_read_input_tokens"]
-        hold(total > before["input_tokens"] + before["cache_read_input_tokens"], "it is not in the prompt")
+        expect(total > before["input_tokens"] + before["cache_read_input_tokens"], "it is not in the prompt")
 
 
 @cases.add(VLLM)
@@ -64,7 +66,7 @@ def _(at: Servers) -> None:
     """Claude Code's label of each request is not part of the prompt, so that the prompt cache works."""
     label = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.37.abc; cc_entrypoint=cli;"}
     kind = {"type": "text", "text": "Be kind."}
-    counts = [at.chat.whole(COUNT, messages=HELLO, system=s)["input_tokens"] for s in ([kind], [label, kind])]
+    counts = [at.chat.json(COUNT, messages=HELLO, system=s)["input_tokens"] for s in ([kind], [label, kind])]
     equal(counts[1], counts[0], "the prompt")
 
 
@@ -84,9 +86,9 @@ def _(at: Servers) -> None:
     expected = ["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"]
     equal(kinds, expected, "the order")
     equal("".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta"), GREETING, "the text")
-    hold(
+    expect(
         events[0]["message"]["usage"]["input_tokens"] > 0 and events[0]["message"]["content"] == [],
-        "the start is otherwise",
+        "the first event is wrong",
     )
     end = next(event for event in events if event["type"] == "message_delta")
     equal((end["delta"]["stop_reason"], end["usage"]["output_tokens"]), ("end_turn", 5), "the end")
@@ -95,17 +97,17 @@ def _(at: Servers) -> None:
 @cases.add(ANTHROPIC)
 def _(at: Servers) -> None:
     """Each event of a stream has the type of its data as its name."""
-    reply = at.chat.post(CLAUDE, messages=HELLO, max_tokens=5, stream=True).ok()
+    reply = at.chat.post(MESSAGES, messages=HELLO, max_tokens=5, stream=True).ok()
     equal(reply.lines("event"), [event["type"] for event in reply.events()], "the names")
 
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
     """count_tokens includes system and tools, needs no max_tokens, and returns nothing else."""
-    plain = at.chat.whole(COUNT, messages=HELLO)
+    plain = at.chat.json(COUNT, messages=HELLO)
     equal(set(plain), {"input_tokens"}, "the fields")
-    more = at.chat.whole(COUNT, messages=HELLO, system="Be kind.", tools=[TOOL])["input_tokens"]
-    hold(more > plain["input_tokens"] > 0, f"they are {plain} and {more}")
+    more = at.chat.json(COUNT, messages=HELLO, system="Be kind.", tools=[TOOL])["input_tokens"]
+    expect(more > plain["input_tokens"] > 0, f"they are {plain} and {more}")
 
 
 @cases.add(f"{LLAMA}; {VLLM}")
@@ -114,7 +116,7 @@ def _(at: Servers) -> None:
     answer = ask(at, tools=[TOOL])
     use = answer["content"][-1]
     equal((use["type"], use["name"], use["input"]), ("tool_use", "get_weather", PARIS), "the block")
-    hold(use["id"] and answer["stop_reason"] == "tool_use", f"the reason is {answer['stop_reason']}")
+    expect(use["id"] and answer["stop_reason"] == "tool_use", f"the reason is {answer['stop_reason']}")
 
 
 @cases.add(f"{LLAMA}; {VLLM}")
@@ -148,8 +150,8 @@ def _(at: Servers) -> None:
     for late, name in ((True, "other"), (True, "get_weather"), (False, "get_weather")):
         found = tool_result([{"type": "tool_reference", "tool_name": name}])
         asked = {"messages": talk(found), "tools": [{**TOOL, "defer_loading": late}]}
-        counts.append(at.chat.whole(COUNT, **asked)["input_tokens"])
-    hold(counts[0] < counts[1] == counts[2], f"the prompts have {counts} tokens")
+        counts.append(at.chat.json(COUNT, **asked)["input_tokens"])
+    expect(counts[0] < counts[1] == counts[2], f"the prompts have {counts} tokens")
 
 
 @cases.add(VLLM, why="only text is read here")
@@ -191,7 +193,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """A system turn may set the effort without a text, which adds nothing to the prompt."""
     turns = [*HELLO, {"role": "system", "content": [], "output_config": {"effort": "low"}}]
-    counts = [at.chat.whole(COUNT, messages=messages)["input_tokens"] for messages in (HELLO, turns)]
+    counts = [at.chat.json(COUNT, messages=messages)["input_tokens"] for messages in (HELLO, turns)]
     equal(counts[1], counts[0], "the prompt's length")
     ask(at, messages=turns)
 
@@ -208,7 +210,7 @@ def _(at: Servers) -> None:
     """thinking is a block with a signature before the text, and may be sent back."""
     answer = ask(at, thinking={"type": "enabled", "budget_tokens": 1024})
     equal([block["type"] for block in answer["content"]], ["thinking", "text"], "the blocks")
-    hold("signature" in answer["content"][0], "there is no signature")
+    expect("signature" in answer["content"][0], "there is no signature")
     again = [*HELLO, {"role": "assistant", "content": answer["content"]}, *HELLO]
     redacted = {
         "role": "assistant",
@@ -237,7 +239,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """Missing messages and max_tokens are rejected, in Anthropic's format."""
     for asked in ({"max_tokens": 5}, {"messages": HELLO}):
-        reply = at.chat.post(CLAUDE, **asked)
+        reply = at.chat.post(MESSAGES, **asked)
         equal(
             (reply.status, reply.json["type"], reply.json["error"]["type"]),
             (400, "error", "invalid_request_error"),
@@ -256,7 +258,7 @@ def _(at: Servers) -> None:
     """Query parameters such as ?beta=true and version and beta headers are ignored."""
     headers = {"content-type": "application/json", "anthropic-version": "2023-06-01", "anthropic-beta": "x-2025"}
     body = json.dumps({"messages": HELLO, "max_tokens": 5}).encode()
-    at.chat.send("POST", f"{CLAUDE}?beta=true", body, headers).ok()
+    at.chat.send("POST", f"{MESSAGES}?beta=true", body, headers).ok()
 
 
 @cases.add(LLAMA, why="only text is read here")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
+from tests.harness.conformance.case import Cases, Servers, equal, expect, refused
 from tests.harness.conformance.http_client import choices
-from tests.harness.conformance.requests import CHAT, FORM, HELLO, PROMPT, TEXT, content_of, in_form
+from tests.harness.conformance.requests import CHAT, FORM, HELLO, PROMPT, TEXT, content_of, schema_format
 
 cases = Cases("Log-probabilities")
 LLAMA, VLLM, TEXTS = "llama.cpp test_chat_completion", "vLLM test_chat", "vLLM test_completion"
@@ -14,25 +14,27 @@ TOKENS = [5, 6, 7, 8]
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """logprobs false: the answer has none."""
-    equal(at.chat.whole(CHAT, messages=HELLO, logprobs=False)["choices"][0]["logprobs"], None, "logprobs")
+    equal(at.chat.json(CHAT, messages=HELLO, logprobs=False)["choices"][0]["logprobs"], None, "logprobs")
 
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """top_logprobs of 0: each token's own, and no others."""
-    found = at.chat.whole(CHAT, messages=HELLO, logprobs=True, top_logprobs=0)["choices"][0]["logprobs"]["content"]
+    found = at.chat.json(CHAT, messages=HELLO, logprobs=True, top_logprobs=0)["choices"][0]["logprobs"]["content"]
     equal([row["top_logprobs"] for row in found], [[]] * len(found), "the others")
 
 
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
     """top_logprobs of 5: five with each token, all at most 0, the texts together the answer."""
-    choice = at.pair.whole(
+    choice = at.pair.json(
         CHAT, messages=[{"role": "user", "content": PROMPT}], max_tokens=6, logprobs=True, top_logprobs=5
     )
     rows = choice["choices"][0]["logprobs"]["content"]
     equal([len(row["top_logprobs"]) for row in rows], [5] * 6, "their number")
-    hold(all(row["logprob"] <= 0 and isinstance(row["bytes"], list) for row in rows), "one is above 0, or has no bytes")
+    expect(
+        all(row["logprob"] <= 0 and isinstance(row["bytes"], list) for row in rows), "one is above 0, or has no bytes"
+    )
     equal("".join(row["token"] for row in rows), content_of(choice), "the text")
 
 
@@ -42,9 +44,9 @@ def _(at: Servers) -> None:
     asked = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
     contents = [c["logprobs"]["content"] for c in choices(at.pair.stream(CHAT, **asked)) if c["logprobs"]]
     streamed = [row for content in contents for row in content]
-    whole = at.pair.whole(CHAT, **asked)["choices"][0]["logprobs"]["content"]
+    whole = at.pair.json(CHAT, **asked)["choices"][0]["logprobs"]["content"]
     equal([row["token"] for row in streamed], [row["token"] for row in whole], "the tokens")
-    hold(
+    expect(
         all(abs(a["logprob"] - b["logprob"]) < 1e-3 for a, b in zip(streamed, whole, strict=True)),
         "their values differ",
     )
@@ -55,7 +57,7 @@ def _(at: Servers) -> None:
     """top_logprobs above 20 are refused, streamed or not, and the server continues."""
     for stream in (False, True):
         refused(at.chat.post(CHAT, messages=HELLO, logprobs=True, top_logprobs=21, stream=stream), "top_logprobs")
-    at.chat.whole(CHAT, messages=HELLO)
+    at.chat.json(CHAT, messages=HELLO)
 
 
 @cases.add("OpenAI's reference")
@@ -67,47 +69,47 @@ def _(at: Servers) -> None:
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """With an output format too, none is below -9999."""
-    asked = {"messages": HELLO, "response_format": in_form(FORM), "logprobs": True, "top_logprobs": 5}
-    rows = at.chat.whole(CHAT, **asked)["choices"][0]["logprobs"]["content"]
-    hold(all(top["logprob"] >= -9999.0 for row in rows for top in row["top_logprobs"]), "one is")
+    asked = {"messages": HELLO, "response_format": schema_format(FORM), "logprobs": True, "top_logprobs": 5}
+    rows = at.chat.json(CHAT, **asked)["choices"][0]["logprobs"]["content"]
+    expect(all(top["logprob"] >= -9999.0 for row in rows for top in row["top_logprobs"]), "one is")
 
 
 @cases.add(VLLM, why="a text completion with echo and logprobs has them")
 def _(at: Servers) -> None:
     """prompt_logprobs returns the prompt's log-probabilities."""
-    at.chat.whole(CHAT, messages=HELLO, prompt_logprobs=1)
+    at.chat.json(CHAT, messages=HELLO, prompt_logprobs=1)
 
 
 @cases.add("vLLM test_return_tokens_as_token_ids", why="`bytes` tell exactly what a token is")
 def _(at: Servers) -> None:
     """return_tokens_as_token_ids writes tokens as their ids."""
-    at.chat.whole(CHAT, messages=HELLO, logprobs=True, return_tokens_as_token_ids=True)
+    at.chat.json(CHAT, messages=HELLO, logprobs=True, return_tokens_as_token_ids=True)
 
 
 @cases.add(TEXTS)
 def _(at: Servers) -> None:
     """A completion without logprobs has none."""
-    equal(at.pair.whole(TEXT, prompt=TOKENS, max_tokens=5)["choices"][0]["logprobs"], None, "logprobs")
+    equal(at.pair.json(TEXT, prompt=TOKENS, max_tokens=5)["choices"][0]["logprobs"], None, "logprobs")
 
 
 @cases.add(TEXTS)
 def _(at: Servers) -> None:
     """logprobs of 0: each token's own, under its text."""
-    found = at.pair.whole(TEXT, prompt=TOKENS, max_tokens=5, logprobs=0)["choices"][0]["logprobs"]
+    found = at.pair.json(TEXT, prompt=TOKENS, max_tokens=5, logprobs=0)["choices"][0]["logprobs"]
     equal([len(top) for top in found["top_logprobs"]], [1] * 5, "their number")
 
 
 @cases.add(TEXTS)
 def _(at: Servers) -> None:
     """logprobs of 5: five or six at each place."""
-    found = at.pair.whole(TEXT, prompt=TOKENS, max_tokens=5, logprobs=5)["choices"][0]["logprobs"]
-    hold(all(4 <= len(top) <= 6 for top in found["top_logprobs"]), f"{[len(top) for top in found['top_logprobs']]}")
+    found = at.pair.json(TEXT, prompt=TOKENS, max_tokens=5, logprobs=5)["choices"][0]["logprobs"]
+    expect(all(4 <= len(top) <= 6 for top in found["top_logprobs"]), f"{[len(top) for top in found['top_logprobs']]}")
 
 
 @cases.add("vLLM test_completion_text_offset")
 def _(at: Servers) -> None:
     """text_offset is the start of each token's text."""
-    choice = at.pair.whole(TEXT, prompt=PROMPT, max_tokens=6, logprobs=1)["choices"][0]
+    choice = at.pair.json(TEXT, prompt=PROMPT, max_tokens=6, logprobs=1)["choices"][0]
     found = choice["logprobs"]
     begins = [len("".join(found["tokens"][:count])) for count in range(len(found["tokens"]))]
     equal((found["text_offset"], "".join(found["tokens"])), (begins, choice["text"]), "offsets and text")
@@ -122,9 +124,9 @@ def _(at: Servers) -> None:
 @cases.add(TEXTS)
 def _(at: Servers) -> None:
     """echo with logprobs includes the prompt's tokens, of which the first has null."""
-    choice = at.pair.whole(TEXT, prompt=TOKENS, echo=True, logprobs=1, max_tokens=2)["choices"][0]
+    choice = at.pair.json(TEXT, prompt=TOKENS, echo=True, logprobs=1, max_tokens=2)["choices"][0]
     found = choice["logprobs"]
     values = found["token_logprobs"]
     equal((len(values), values[0], found["top_logprobs"][0]), (len(TOKENS) + 2, None, None), "the prompt's")
-    hold(all(value <= 0 for value in values[1:]), f"{values}")
+    expect(all(value <= 0 for value in values[1:]), f"{values}")
     equal("".join(found["tokens"]), choice["text"], "the text")

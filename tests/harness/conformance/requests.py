@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.harness.scripted_model import ANSWER, PLAIN, text_of
 
-CHAT, TEXT, RESPOND, CLAUDE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "hi"}]
 GREETING, SUNNY = text_of(PLAIN), text_of(ANSWER)
 PARIS = {"city": "Paris"}
@@ -27,7 +27,7 @@ TOOL = {"type": "function", "function": WEATHER}
 OTHER = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}}
 
 
-def in_form(schema: Any, **more: Any) -> dict[str, Any]:
+def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
     """Returns OpenAI's `response_format` for a schema."""
     return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema, **more}}
 
@@ -37,7 +37,7 @@ def content_of(answer: Any) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-def called(city: str = "Paris", own_id: str = "call_1") -> dict[str, Any]:
+def assistant_call(city: str = "Paris", own_id: str = "call_1") -> dict[str, Any]:
     """Returns an assistant's turn that calls the tool."""
     function = {"name": "get_weather", "arguments": f'{{"city": "{city}"}}'}
     return {
@@ -48,5 +48,5 @@ def called(city: str = "Paris", own_id: str = "call_1") -> dict[str, Any]:
 
 
 def result(content: Any = "22 C", own_id: str = "call_1") -> dict[str, Any]:
-    """Returns the tool's result."""
+    """Returns a message with the tool's result."""
     return {"role": "tool", "tool_call_id": own_id, "content": content}

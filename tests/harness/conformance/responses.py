@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
-from tests.harness.conformance.requests import CITY, GREETING, PARIS, RESPOND, SUNNY, THINKS
+from tests.harness.conformance.case import Cases, Servers, equal, expect, refused
+from tests.harness.conformance.requests import CITY, GREETING, PARIS, RESPONSES, SUNNY, THINKS
 
 cases = Cases("Responses")
 VLLM, LLAMA, OPENAI = "vLLM test_simple", "llama.cpp test_compat_oai_responses", "OpenAI's reference"
@@ -26,8 +26,10 @@ def message(role: str, words: str, kind: str = "input_text") -> dict[str, Any]:
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
     """A response has an id, is complete, and its message has an id of its own."""
-    answer = at.chat.whole(RESPOND, model=at.chat.model, input="hi")
-    hold(answer["id"].startswith("resp_") and answer["output"][0]["id"].startswith("msg_"), "an id is otherwise")
+    answer = at.chat.json(RESPONSES, model=at.chat.model, input="hi")
+    expect(
+        answer["id"].startswith("resp_") and answer["output"][0]["id"].startswith("msg_"), "an id has a wrong prefix"
+    )
     equal((answer["status"], answer["incomplete_details"]), ("completed", None), "the status")
     equal(text(answer), GREETING, "the text")
 
@@ -36,7 +38,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """Messages are accepted with instructions, with parts and without a type."""
     for given in ([{"role": "user", "content": "hi"}], [message("system", "Be kind."), message("user", "hi")]):
-        equal(text(at.chat.whole(RESPOND, input=given, instructions="Be kind.")), GREETING, "the text")
+        equal(text(at.chat.json(RESPONSES, input=given, instructions="Be kind.")), GREETING, "the text")
 
 
 @cases.add(VLLM)
@@ -45,20 +47,20 @@ def _(at: Servers) -> None:
     for more in ({}, {"id": "x_1", "status": "completed"}):
         earlier = [message("assistant", "Yes.", "output_text") | more, {"type": "reasoning", "summary": [], **more}]
         given = [message("user", "hi"), *earlier, message("user", "hi")]
-        equal(text(at.chat.whole(RESPOND, input=given)), GREETING, "the text")
+        equal(text(at.chat.json(RESPONSES, input=given)), GREETING, "the text")
 
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """max_output_tokens: the response is incomplete, and has the reason."""
-    answer = at.chat.whole(RESPOND, input="hi", max_output_tokens=2)
+    answer = at.chat.json(RESPONSES, input="hi", max_output_tokens=2)
     equal((answer["status"], answer["incomplete_details"]), ("incomplete", {"reason": "max_output_tokens"}), "status")
 
 
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
     """A stream's deltas concatenate to the text of its last event's response."""
-    events = at.chat.stream(RESPOND, input="hi")
+    events = at.chat.stream(RESPONSES, input="hi")
     deltas = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
     equal((events[-1]["type"], deltas), ("response.completed", text(events[-1]["response"])), "end and deltas")
 
@@ -66,7 +68,7 @@ def _(at: Servers) -> None:
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
     """A stream's events are numbered, and every item that starts ends, with the same id."""
-    events = at.chat.stream(RESPOND, input="hi")
+    events = at.chat.stream(RESPONSES, input="hi")
     equal([event["sequence_number"] for event in events], list(range(len(events))), "the numbers")
     kinds = [event["type"] for event in events if not event["type"].endswith("delta")]
     expected = ["created", "in_progress", "output_item.added", "content_part.added", "output_text.done",
@@ -79,19 +81,19 @@ def _(at: Servers) -> None:
 @cases.add("vLLM test_function_call")
 def _(at: Servers) -> None:
     """A call is an item with name, arguments and call_id; with its output the conversation continues."""
-    call = at.chat.whole(RESPOND, input="hi", tools=[TOOL])["output"][-1]
+    call = at.chat.json(RESPONSES, input="hi", tools=[TOOL])["output"][-1]
     equal(
         (call["type"], call["name"], json.loads(call["arguments"])), ("function_call", "get_weather", PARIS), "the call"
     )
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "22 C"}
-    answer = at.chat.whole(RESPOND, input=[message("user", "hi"), call, output], tools=[TOOL])
+    answer = at.chat.json(RESPONSES, input=[message("user", "hi"), call, output], tools=[TOOL])
     equal(text(answer), SUNNY, "the text")
 
 
 @cases.add("vLLM test_function_call")
 def _(at: Servers) -> None:
     """A stream sends a call's arguments as deltas, and completely at the end."""
-    events = at.chat.stream(RESPOND, input="hi", tools=[TOOL])
+    events = at.chat.stream(RESPONSES, input="hi", tools=[TOOL])
     deltas = "".join(e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta")
     whole = [e["arguments"] for e in events if e["type"] == "response.function_call_arguments.done"]
     equal((json.loads(deltas), whole), (PARIS, [deltas]), "the arguments")
@@ -100,87 +102,87 @@ def _(at: Servers) -> None:
 @cases.add("vLLM test_function_call")
 def _(at: Servers) -> None:
     """tool_choice is repeated in the response; none calls nothing, required calls one."""
-    answer = at.chat.whole(RESPOND, input="hi", tools=[TOOL], tool_choice="none")
+    answer = at.chat.json(RESPONSES, input="hi", tools=[TOOL], tool_choice="none")
     equal((text(answer), answer["tool_choice"]), (GREETING, "none"), "text and choice")
-    called = at.chat.whole(RESPOND, input="hi", tools=[TOOL], tool_choice="required")["output"][-1]
-    equal(called["type"], "function_call", "the item")
+    call = at.chat.json(RESPONSES, input="hi", tools=[TOOL], tool_choice="required")["output"][-1]
+    equal(call["type"], "function_call", "the item")
 
 
 @cases.add("vLLM test_simple; vLLM test_basic")
 def _(at: Servers) -> None:
     """A model that thinks has a reasoning item before its message."""
-    answer = at.chat.whole(RESPOND, input="hi", chat_template_kwargs=THINKS)
+    answer = at.chat.json(RESPONSES, input="hi", chat_template_kwargs=THINKS)
     equal([item["type"] for item in answer["output"]], ["reasoning", "message"], "the items")
 
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """Usage has the number of thinking tokens, streamed or not."""
-    whole = at.chat.whole(RESPOND, input="hi", chat_template_kwargs=THINKS)
-    last = at.chat.stream(RESPOND, input="hi", chat_template_kwargs=THINKS)[-1]["response"]
+    whole = at.chat.json(RESPONSES, input="hi", chat_template_kwargs=THINKS)
+    last = at.chat.stream(RESPONSES, input="hi", chat_template_kwargs=THINKS)[-1]["response"]
     for answer in (whole, last):
         count = answer["usage"]["output_tokens_details"]["reasoning_tokens"]
-        hold(0 < count < answer["usage"]["output_tokens"], f"reasoning_tokens is {count}")
+        expect(0 < count < answer["usage"]["output_tokens"], f"reasoning_tokens is {count}")
 
 
 @cases.add("vLLM test_sampling_params")
 def _(at: Servers) -> None:
     """temperature, top_p, top_k and seed are applied."""
     asked = {"input": "hi", "temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 42, "max_output_tokens": 12}
-    first, second = (at.pair.whole(RESPOND, **asked) for _ in range(2))
+    first, second = (at.pair.json(RESPONSES, **asked) for _ in range(2))
     equal((text(second), first["temperature"], first["top_p"]), (text(first), 0.8, 0.95), "text and fields")
 
 
 @cases.add("vLLM test_sampling_params")
 def _(at: Servers) -> None:
     """repetition_penalty, stop and ignore_eos work as in chats."""
-    equal(text(at.chat.whole(RESPOND, input="hi", stop=[", dear"])), "Hello there", "the text")
-    answer = at.chat.whole(RESPOND, input="hi", ignore_eos=True, repetition_penalty=1.2, max_output_tokens=9)
+    equal(text(at.chat.json(RESPONSES, input="hi", stop=[", dear"])), "Hello there", "the text")
+    answer = at.chat.json(RESPONSES, input="hi", ignore_eos=True, repetition_penalty=1.2, max_output_tokens=9)
     equal(answer["usage"]["output_tokens"], 9, "the number")
 
 
 @cases.add("vLLM test_sampling_params")
 def _(at: Servers) -> None:
     """A seed of a response beyond 64 bits is rejected."""
-    refused(at.chat.post(RESPOND, input="hi", seed=2**63), "seed")
+    refused(at.chat.post(RESPONSES, input="hi", seed=2**63), "seed")
 
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """top_logprobs with include: the log-probabilities of the text's tokens."""
     asked = {"input": "hi", "top_logprobs": 3, "include": ["message.output_text.logprobs"]}
-    part = at.chat.whole(RESPOND, **asked)["output"][0]["content"][0]
-    hold(part["logprobs"] and len(part["logprobs"][0]["top_logprobs"]) == 3, "there are none")
+    part = at.chat.json(RESPONSES, **asked)["output"][0]["content"][0]
+    expect(part["logprobs"] and len(part["logprobs"][0]["top_logprobs"]) == 3, "there are none")
 
 
 @cases.add(OPENAI)
 def _(at: Servers) -> None:
     """reasoning.effort, store, metadata, truncation disabled and parallel_tool_calls are accepted."""
     asked = {"reasoning": {"effort": "none"}, "store": False, "metadata": {"a": "b"}, "truncation": "disabled"}
-    equal(text(at.chat.whole(RESPOND, input="hi", **asked, parallel_tool_calls=True)), GREETING, "the text")
+    equal(text(at.chat.json(RESPONSES, input="hi", **asked, parallel_tool_calls=True)), GREETING, "the text")
 
 
 @cases.add("vLLM test_stateful", why=NO_STORE)
 def _(at: Servers) -> None:
     """previous_response_id continues an earlier response."""
-    first = at.chat.whole(RESPOND, input="hi")["id"]
-    at.chat.whole(RESPOND, input="hi", previous_response_id=first)
+    first = at.chat.json(RESPONSES, input="hi")["id"]
+    at.chat.json(RESPONSES, input="hi", previous_response_id=first)
 
 
 @cases.add("vLLM test_stateful", why=NO_STORE)
 def _(at: Servers) -> None:
     """GET /v1/responses/{id} returns an earlier response."""
-    at.chat.get(f"/v1/responses/{at.chat.whole(RESPOND, input='hi')['id']}").ok()
+    at.chat.get(f"/v1/responses/{at.chat.json(RESPONSES, input='hi')['id']}").ok()
 
 
 @cases.add("vLLM test_stateful", why="responses are generated while the client waits; disconnect to cancel")
 def _(at: Servers) -> None:
     """background: the response is generated without a connection."""
-    at.chat.whole(RESPOND, input="hi", background=True)
+    at.chat.json(RESPONSES, input="hi", background=True)
 
 
 @cases.add("vLLM test_image", why="only text is read here")
 def _(at: Servers) -> None:
     """An image in the input is read."""
     image = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
-    at.chat.whole(RESPOND, input=[{"role": "user", "content": [image]}])
+    at.chat.json(RESPONSES, input=[{"role": "user", "content": [image]}])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
+from tests.harness.conformance.case import Cases, Servers, equal, expect, refused
 from tests.harness.conformance.requests import CHAT, ENDLESS, GREETING, HELLO, PROMPT, TEXT, content_of
 
 cases = Cases("Sampling")
@@ -13,14 +13,14 @@ LLAMA, VLLM, TEXTS = "llama.cpp test_completion", "vLLM test_chat", "vLLM test_c
 
 def texts(at: Servers, **asked: Any) -> list[str]:
     """Returns the tiny pair's choices."""
-    answer = at.pair.whole(TEXT, **{"prompt": PROMPT, "max_tokens": 12, **asked})
+    answer = at.pair.json(TEXT, **{"prompt": PROMPT, "max_tokens": 12, **asked})
     return [choice["text"] for choice in answer["choices"]]
 
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
     """The same seed gives the same text."""
-    hold(texts(at, seed=42, temperature=1.0) == texts(at, seed=42, temperature=1.0), "it does not")
+    expect(texts(at, seed=42, temperature=1.0) == texts(at, seed=42, temperature=1.0), "it does not")
 
 
 @cases.add(LLAMA)
@@ -47,7 +47,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """mlx-lm's fields together, twice: temperature, top_p, repetition_penalty and its context, seed, stop."""
     asked = {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.1, "repetition_context_size": 20, "seed": 999}
-    hold(texts(at, **asked, stop="stop sequence") == texts(at, **asked, stop="stop sequence"), "the texts differ")
+    expect(texts(at, **asked, stop="stop sequence") == texts(at, **asked, stop="stop sequence"), "the texts differ")
 
 
 @cases.add(VLLM)
@@ -60,21 +60,21 @@ def _(at: Servers) -> None:
 @cases.add("llama.cpp's README", why="a seed is a whole number from 0 up; leave it out for a random one")
 def _(at: Servers) -> None:
     """A seed of -1 is random."""
-    at.chat.whole(CHAT, messages=HELLO, seed=-1)
+    at.chat.json(CHAT, messages=HELLO, seed=-1)
 
 
 @cases.add(f"{VLLM}; llama.cpp test_chat_completion")
 def _(at: Servers) -> None:
     """n choices have their own indices and texts."""
-    answer = at.pair.whole(CHAT, messages=[{"role": "user", "content": PROMPT}], n=3, temperature=1.0, max_tokens=8)
+    answer = at.pair.json(CHAT, messages=[{"role": "user", "content": PROMPT}], n=3, temperature=1.0, max_tokens=8)
     equal([choice["index"] for choice in answer["choices"]], [0, 1, 2], "the indices")
-    hold(len({choice["message"]["content"] for choice in answer["choices"]}) > 1, "they are all the same")
+    expect(len({choice["message"]["content"] for choice in answer["choices"]}) > 1, "they are all the same")
 
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """n with a seed gives the same choices again."""
-    hold(texts(at, n=2, seed=42, temperature=0.8) == texts(at, n=2, seed=42, temperature=0.8), "the texts differ")
+    expect(texts(at, n=2, seed=42, temperature=0.8) == texts(at, n=2, seed=42, temperature=0.8), "the texts differ")
 
 
 @cases.add("OpenAI's reference; vLLM test_serving_chat")
@@ -87,7 +87,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """Of several prompts with n choices each, those of one prompt follow one another."""
     found = texts(at, prompt=[PROMPT, PROMPT], n=2, seed=1, temperature=1.0)
-    hold(found[:2] == found[2:] and found[0] != found[1], f"the texts are {found}")
+    expect(found[:2] == found[2:] and found[0] != found[1], f"the texts are {found}")
 
 
 @cases.add(TEXTS, why="beam search is not supported; `best_of` selects among complete texts")
@@ -99,21 +99,21 @@ def _(at: Servers) -> None:
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
     """best_of generates several texts and returns the likeliest; usage counts all of them."""
-    answer = at.pair.whole(TEXT, prompt=PROMPT, best_of=3, n=1, temperature=1.0, max_tokens=4)
+    answer = at.pair.json(TEXT, prompt=PROMPT, best_of=3, n=1, temperature=1.0, max_tokens=4)
     equal((len(answer["choices"]), answer["usage"]["completion_tokens"]), (1, 12), "choices and tokens")
 
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
     """A stop string ends the text before it, with the reason 'stop'."""
-    choice = at.chat.whole(CHAT, messages=HELLO, stop=", dear")["choices"][0]
+    choice = at.chat.json(CHAT, messages=HELLO, stop=", dear")["choices"][0]
     equal((choice["message"]["content"], choice["finish_reason"]), ("Hello there", "stop"), "text and reason")
 
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
     """Of several stop strings, the first that occurs ends the text."""
-    equal(content_of(at.chat.whole(CHAT, messages=HELLO, stop=["friend", "there", "zzz"])), "Hello ", "the text")
+    equal(content_of(at.chat.json(CHAT, messages=HELLO, stop=["friend", "there", "zzz"])), "Hello ", "the text")
 
 
 @cases.add("llama.cpp test_completion; vLLM test_stop_string_while_stop_model_terminates")
@@ -127,34 +127,34 @@ def _(at: Servers) -> None:
 @cases.add("vLLM's reference", why="the stop string is not part of the text, as in OpenAI's API")
 def _(at: Servers) -> None:
     """include_stop_str_in_output keeps the stop string."""
-    at.chat.whole(CHAT, messages=HELLO, stop=["dear"], include_stop_str_in_output=True)
+    at.chat.json(CHAT, messages=HELLO, stop=["dear"], include_stop_str_in_output=True)
 
 
 @cases.add("vLLM test_chat_stop_token_ids_validation", why="texts end at strings; logit_bias can forbid a token")
 def _(at: Servers) -> None:
     """stop_token_ids ends the text at a token."""
-    at.chat.whole(CHAT, messages=HELLO, stop_token_ids=[7])
+    at.chat.json(CHAT, messages=HELLO, stop_token_ids=[7])
 
 
 @cases.add("vLLM test_chat", why="ignore_eos with max_tokens gives an exact length")
 def _(at: Servers) -> None:
     """min_tokens: the text does not end before."""
-    at.chat.whole(CHAT, messages=HELLO, min_tokens=10, max_tokens=10)
+    at.chat.json(CHAT, messages=HELLO, min_tokens=10, max_tokens=10)
 
 
 @cases.add("llama.cpp test_ignore_eos; vLLM's reference")
 def _(at: Servers) -> None:
     """ignore_eos continues to max_tokens."""
-    answer = at.chat.whole(CHAT, messages=HELLO, ignore_eos=True, max_tokens=9)
+    answer = at.chat.json(CHAT, messages=HELLO, ignore_eos=True, max_tokens=9)
     equal((answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]), (9, "length"), "the end")
 
 
 @cases.add("OpenAI's reference; llama.cpp test_completion")
 def _(at: Servers) -> None:
     """A logit bias of -100 excludes a token."""
-    (token,) = at.chat.whole("/tokenize", content=", dear", add_special=False)["tokens"]
-    hold(
-        ", dear" not in content_of(at.chat.whole(CHAT, messages=HELLO, logit_bias={str(token): -100}, max_tokens=8)),
+    (token,) = at.chat.json("/tokenize", content=", dear", add_special=False)["tokens"]
+    expect(
+        ", dear" not in content_of(at.chat.json(CHAT, messages=HELLO, logit_bias={str(token): -100}, max_tokens=8)),
         "it came",
     )
 
@@ -162,9 +162,9 @@ def _(at: Servers) -> None:
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
     """A logit bias of 100 selects a token."""
-    (token,) = at.chat.whole("/tokenize", content="tick ", add_special=False)["tokens"]
+    (token,) = at.chat.json("/tokenize", content="tick ", add_special=False)["tokens"]
     equal(
-        content_of(at.chat.whole(CHAT, messages=HELLO, logit_bias={str(token): 100}, max_tokens=2)),
+        content_of(at.chat.json(CHAT, messages=HELLO, logit_bias={str(token): 100}, max_tokens=2)),
         "tick tick ",
         "the text",
     )
@@ -191,23 +191,23 @@ def _(at: Servers) -> None:
 @cases.add(LLAMA, why="OpenAI's format is an object by token id; /tokenize returns ids")
 def _(at: Servers) -> None:
     """A logit bias by text, or as a list of pairs."""
-    at.chat.whole(CHAT, messages=HELLO, logit_bias=[[" dear ", -100]])
+    at.chat.json(CHAT, messages=HELLO, logit_bias=[[" dear ", -100]])
 
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
     """A frequency penalty keeps a text from repeating itself."""
     asked = {"messages": HELLO, "chat_template_kwargs": ENDLESS, "max_tokens": 12}
-    plain, less = (content_of(at.chat.whole(CHAT, **asked, frequency_penalty=p)) for p in (0.0, 30.0))
-    hold(plain.count("tick") > less.count("tick"), f"{less!r} repeats itself as {plain!r} does")
+    plain, less = (content_of(at.chat.json(CHAT, **asked, frequency_penalty=p)) for p in (0.0, 30.0))
+    expect(plain.count("tick") > less.count("tick"), f"{less!r} repeats itself as {plain!r} does")
 
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
     """A presence penalty does the same."""
     asked = {"messages": HELLO, "chat_template_kwargs": ENDLESS, "max_tokens": 12}
-    plain, less = (content_of(at.chat.whole(CHAT, **asked, presence_penalty=p)) for p in (0.0, 30.0))
-    hold(plain.count("tick") > less.count("tick"), f"{less!r} repeats itself as {plain!r} does")
+    plain, less = (content_of(at.chat.json(CHAT, **asked, presence_penalty=p)) for p in (0.0, 30.0))
+    expect(plain.count("tick") > less.count("tick"), f"{less!r} repeats itself as {plain!r} does")
 
 
 @cases.add("OpenAI's reference; llama.cpp's README")
@@ -243,12 +243,12 @@ def _(at: Servers) -> None:
     """Drafts change the speed and not the text."""
     for temperature in (0, 1.0):
         found = [texts(at, seed=5, temperature=temperature, speculation={"mode": mode}) for mode in ("ar", "sd", "ssd")]
-        hold(found[0] == found[1] == found[2], f"the texts are {found}")
+        expect(found[0] == found[1] == found[2], f"the texts are {found}")
 
 
 @cases.add("mlx-lm TestServerWithDraftModel")
 def _(at: Servers) -> None:
     """With a draft model a chat is answered, whole and streamed, and again from its cache."""
     for _ in range(2):
-        equal(content_of(at.chat.whole(CHAT, messages=HELLO)), GREETING, "the text")
+        equal(content_of(at.chat.json(CHAT, messages=HELLO)), GREETING, "the text")
     at.chat.stream(CHAT, messages=HELLO)

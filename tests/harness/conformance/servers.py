@@ -18,7 +18,7 @@ from tests.harness.scripted_model import write_scripted
 
 
 @contextmanager
-def serving(target: Path, draft: Path, names: tuple[str, ...] = ()) -> Iterator[str]:
+def serve_pair(target: Path, draft: Path, names: tuple[str, ...] = ()) -> Iterator[str]:
     """Serves a pair, and yields its URL."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="outrider-http-")))
@@ -31,11 +31,11 @@ def serving(target: Path, draft: Path, names: tuple[str, ...] = ()) -> Iterator[
 
 
 @contextmanager
-def both() -> Iterator[Servers]:
+def serve_both() -> Iterator[Servers]:
     """Serves the scripted chat model and the tiny pair; both start concurrently."""
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         chatty = write_scripted(Path(stack.enter_context(TemporaryDirectory(prefix="outrider-chatty-"))) / "chatty")
         pairs = ((chatty, chatty, ("chatty",)), (TINY_TARGET, TINY_DRAFT, ()))
-        urls = pool.map(lambda pair: stack.enter_context(serving(*pair)), pairs)
+        urls = pool.map(lambda pair: stack.enter_context(serve_pair(*pair)), pairs)
         chat, embedded = (Server(url) for url in urls)
         yield Servers(chat, embedded)

@@ -41,14 +41,14 @@ def page(families: Sequence[tuple[str, Sequence[Outcome]]], clients: str = "") -
 
 
 def _table(outcomes: Iterable[Outcome]) -> str:
-    rows = [f"| {cell(one.case.name)} | {cell(one.case.source)} | {cell(_told(one))} |" for one in outcomes]
+    rows = [f"| {cell(one.case.name)} | {cell(one.case.source)} | {cell(_format_result(one))} |" for one in outcomes]
     return "\n".join(["| expected | where | here |", "|---|---|---|", *rows, ""])
 
 
-def _told(one: Outcome) -> str:
+def _format_result(one: Outcome) -> str:
     if one.verdict == PASSES:
         return PASSES
-    return f"**{one.verdict}**: {one.words}; {one.case.why or 'not yet'}"
+    return f"**{one.verdict}**: {one.message}; {one.case.why or 'not yet'}"
 
 
 def cell(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
+from tests.harness.conformance.case import Cases, Servers, equal, expect, refused
 from tests.harness.conformance.http_client import choices
 from tests.harness.conformance.requests import (
     CHAT,
@@ -16,7 +16,7 @@ from tests.harness.conformance.requests import (
     SUNNY,
     TOOL,
     WEATHER,
-    called,
+    assistant_call,
     content_of,
     result,
 )
@@ -27,7 +27,7 @@ LLAMA, VLLM = "llama.cpp test_tool_call", "vLLM tests/tool_use"
 
 def calls(at: Servers, **asked: Any) -> list[tuple[str, Any]]:
     """Returns names and arguments of the calls of a complete answer."""
-    message = at.chat.whole(CHAT, **{"messages": HELLO, "tools": [TOOL], **asked})["choices"][0]["message"]
+    message = at.chat.json(CHAT, **{"messages": HELLO, "tools": [TOOL], **asked})["choices"][0]["message"]
     made = [call["function"] for call in message.get("tool_calls") or ()]
     return [(one["name"], json.loads(one["arguments"])) for one in made]
 
@@ -35,10 +35,10 @@ def calls(at: Servers, **asked: Any) -> list[tuple[str, Any]]:
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
     """A call has a name, JSON arguments and an id, and the finish reason is tool_calls."""
-    choice = at.chat.whole(CHAT, messages=HELLO, tools=[TOOL])["choices"][0]
+    choice = at.chat.json(CHAT, messages=HELLO, tools=[TOOL])["choices"][0]
     (call,) = choice["message"]["tool_calls"]
     equal((call["type"], choice["finish_reason"]), ("function", "tool_calls"), "type and reason")
-    hold(call["id"] and json.loads(call["function"]["arguments"]) == PARIS, f"the call is {call}")
+    expect(call["id"] and json.loads(call["function"]["arguments"]) == PARIS, f"the call is {call}")
 
 
 @cases.add(f"{LLAMA}; {VLLM}")
@@ -55,23 +55,23 @@ def _(at: Servers) -> None:
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """Text before a call is content; the format's tags are not."""
-    choice = at.chat.whole(CHAT, messages=HELLO, tools=[TOOL])["choices"][0]
+    choice = at.chat.json(CHAT, messages=HELLO, tools=[TOOL])["choices"][0]
     equal(choice["message"]["content"], "I look.", "the content")
 
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
     """With the tool's result the conversation continues."""
-    talk = [*HELLO, called(), result()]
-    equal(content_of(at.chat.whole(CHAT, messages=talk, tools=[TOOL])), SUNNY, "the text")
+    talk = [*HELLO, assistant_call(), result()]
+    equal(content_of(at.chat.json(CHAT, messages=talk, tools=[TOOL])), SUNNY, "the text")
 
 
 @cases.add("mlx-lm test_server")
 def _(at: Servers) -> None:
     """A result may be parts of text, or nothing."""
     for content in ([{"type": "text", "text": "22 C"}], "", None):
-        talk = [*HELLO, called(), result(content)]
-        equal(content_of(at.chat.whole(CHAT, messages=talk, tools=[TOOL])), SUNNY, "the text")
+        talk = [*HELLO, assistant_call(), result(content)]
+        equal(content_of(at.chat.json(CHAT, messages=talk, tools=[TOOL])), SUNNY, "the text")
 
 
 @cases.add(VLLM)
@@ -93,7 +93,7 @@ def _(at: Servers) -> None:
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
     """tool_choice none: no call."""
-    equal(content_of(at.chat.whole(CHAT, messages=HELLO, tools=[TOOL], tool_choice="none")), GREETING, "the text")
+    equal(content_of(at.chat.json(CHAT, messages=HELLO, tools=[TOOL], tool_choice="none")), GREETING, "the text")
 
 
 @cases.add(f"{LLAMA}; {VLLM}")
@@ -122,7 +122,7 @@ def _(at: Servers) -> None:
     equal(calls(at, tool_choice=None), [("get_weather", PARIS)], "the calls")
     left_out: tuple[Any, ...] = (None, [])
     for tools in left_out:
-        equal(content_of(at.chat.whole(CHAT, messages=HELLO, tools=tools)), GREETING, "the text")
+        equal(content_of(at.chat.json(CHAT, messages=HELLO, tools=tools)), GREETING, "the text")
 
 
 @cases.add(VLLM)
@@ -149,14 +149,14 @@ def _(at: Servers) -> None:
 @cases.add("OpenAI's reference", why="deprecated since 2023 in favour of tools, which are here")
 def _(at: Servers) -> None:
     """functions and function_call."""
-    at.chat.whole(CHAT, messages=HELLO, functions=[TOOL["function"]])
+    at.chat.json(CHAT, messages=HELLO, functions=[TOOL["function"]])
 
 
 @cases.add("OpenAI's reference", why="the server runs no tools; clients run their functions")
 def _(at: Servers) -> None:
     """The server runs tools of its own, such as web_search."""
-    answer = at.chat.whole("/v1/responses", input="hi", tools=[{"type": "web_search"}])
-    hold(
+    answer = at.chat.json("/v1/responses", input="hi", tools=[{"type": "web_search"}])
+    expect(
         any(item["type"] == "web_search_call" for item in answer["output"]), "the tool is left out, and a note says so"
     )
 
@@ -166,9 +166,9 @@ def _(at: Servers) -> None:
     """A response's tools of other kinds do not keep its functions from being called."""
     mine = {"type": "function", **WEATHER}
     others = [{"type": "web_search"}, {"type": "namespace", "name": "agents", "tools": [mine]}]
-    answer = at.chat.whole("/v1/responses", input="hi", tools=[*others, mine])
+    answer = at.chat.json("/v1/responses", input="hi", tools=[*others, mine])
     equal(answer["output"][-1]["type"], "function_call", "the item")
-    hold("namespace, web_search" in answer["outrider"]["notes"][0], f"the notes are {answer['outrider']['notes']}")
+    expect("namespace, web_search" in answer["outrider"]["notes"][0], f"the notes are {answer['outrider']['notes']}")
 
 
 @cases.add(LLAMA)

@@ -1,1 +1,1 @@
-"""Frames that nobody sensible sends, and the sockets that they are sent to: see `tests.harness.fuzz_frames`."""
+"""Random and mutated frames, and the fuzzed sockets, for `tests.harness.fuzz_frames`."""

@@ -1,7 +1,7 @@
-"""Fuzzes the clients' endpoint of an orchestrator: the real front and its socket, the tiny pair's text side.
+"""Fuzzes the clients' endpoint of an orchestrator: the real front with its socket and the tiny pair's tokenizer.
 
-The core is a stand-in that completes each text at once. Malicious clients and unknown peers send broken frames, while
-an honest client repeats requests and checks every text.
+A fake core completes each text at once. Malicious clients send invalid frames, while a correct client repeats requests
+and checks every text.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from outrider.protocol.codec import MESSAGES
 from outrider.protocol.messages import Cancel, Generate, Stats, StatsQuery, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.socket_files import PrivateDirectory
-from tests.harness.fuzz.fuzz_target import ENDLESS, FuzzFailure
+from tests.harness.fuzz.fuzz_target import UNLIMITED_RATE, FuzzFailure
 from tests.harness.fuzz.mutation import Mutator
 
-VOCABULARY, LONGEST, SENDERS = 4096, 40, 4
-PATIENCE_S = 30.0
+VOCABULARY, MAX_TOKENS, SENDER_COUNT = 4096, 40, 4
+TIMEOUT_S = 30.0
 
 
-def text(seed: int, count: int) -> tuple[int, ...]:
+def expected_tokens(seed: int, count: int) -> tuple[int, ...]:
     """Returns the tokens of a request with this seed."""
     return tuple(1 + zlib.crc32(f"{seed} {place}".encode()) % (VOCABULARY - 1) for place in range(count))
 
 
-class ReadyCore:
-    """A core that completes each text at once: the body of its thread, and the attributes that a front reads."""
+class InstantCore:
+    """A fake core that completes each text at once: `run` is its thread's function."""
 
     def stats(self, stats: Stats) -> Stats:
         return stats
@@ -77,14 +77,14 @@ class ReadyCore:
                         return
 
     def _complete(self, admit: Admit) -> None:
-        count = min(admit.sampling.max_tokens, LONGEST)
+        count = min(admit.sampling.max_tokens, MAX_TOKENS)
         self._outbox.put(RequestBegan(admit.request, "ssd"))
-        self._outbox.put(Committed(admit.request, text(admit.sampling.seed or 0, count)))
+        self._outbox.put(Committed(admit.request, expected_tokens(admit.sampling.seed or 0, count)))
         self._outbox.put(RequestEnded(admit.request, "length", Timings(predicted_n=count)))
 
 
 class ClientsSocketFuzz:
-    """See the module. `endpoint` None: a path of its own."""
+    """See the module. `endpoint`: the clients' endpoint (None: a path in a new directory)."""
 
     def __init__(self, rng: random.Random, endpoint: str | None = None) -> None:
         self._rng = rng
@@ -92,82 +92,81 @@ class ClientsSocketFuzz:
         self._stack = ExitStack()
         directory = self._stack.enter_context(PrivateDirectory())
         self._context: zmq.Context[Any] = zmq.Context()
-        with patch("outrider.orchestrator.sockets.CLIENT_RATE", ENDLESS):
+        with patch("outrider.orchestrator.sockets.CLIENT_RATE", UNLIMITED_RATE):
             self.clients = ClientSocket(self._context, endpoint or directory.endpoint("clients"))
-        self._lines = ThreadQueues()
-        core = ReadyCore(self._lines.core, self._lines.events)
+        self._queues = ThreadQueues()
+        core = InstantCore(self._queues.core, self._queues.events)
         pair = choose_pair(ServeSettings())
-        front = Front(pair, Admission(pair, load_pair(pair)), self.clients, self._lines, core.stats, lambda _: None)
+        front = Front(pair, Admission(pair, load_pair(pair)), self.clients, self._queues, core.stats, lambda _: None)
         self._threads = [threading.Thread(target=body, daemon=True) for body in (front.run, core.run)]
         for thread in self._threads:
             thread.start()
         self._front = front
-        self._outside: zmq.Context[Any] = zmq.Context()
-        self._senders = [self._sender() for _ in range(SENDERS)]
-        self._asker = ThreadPoolExecutor(1)
-        self._asked: Future[None] | None = None
-        self.texts = 0
+        self._client_context: zmq.Context[Any] = zmq.Context()
+        self._senders = [self._new_sender() for _ in range(SENDER_COUNT)]
+        self._executor = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+        self.checked_count = 0
         for sampling in (SamplingParams(max_tokens=3, seed=1), SamplingParams(max_tokens=9, temp=0.8, stop=("a",))):
             self._mutator.show(Generate("q1", "a prompt", None, sampling))
         self._mutator.show(Cancel("q1"))
         self._mutator.show(StatsQuery("q2", "q1"))
 
     def send_broken(self) -> None:
-        at = self._rng.randrange(SENDERS)
+        index = self._rng.randrange(SENDER_COUNT)
         if self._rng.random() < 0.01:
-            self._senders[at].close(linger=100)
-            self._senders[at] = self._sender()
+            self._senders[index].close(linger=100)
+            self._senders[index] = self._new_sender()
         try:
-            self._senders[at].send_multipart(self._mutator.frames() or [b""], zmq.NOBLOCK)
+            self._senders[index].send_multipart(self._mutator.frames() or [b""], zmq.NOBLOCK)
         except zmq.Again:
-            self._receive()
-            self._senders[at].send_multipart([b""])
+            self._discard_answers()
+            self._senders[index].send_multipart([b""])
 
     def settle(self) -> None:
-        if self._asked is not None:
-            self._asked.result(PATIENCE_S)
-        self._asked = self._asker.submit(self.ask)
-        self._receive()
+        if self._pending is not None:
+            self._pending.result(TIMEOUT_S)
+        self._pending = self._executor.submit(self.check_request)
+        self._discard_answers()
         if not all(thread.is_alive() for thread in self._threads):
             raise FuzzFailure("a thread of the orchestrator has ended")
 
-    def ask(self) -> None:
-        """Sends an honest client's request, and checks its answer."""
-        seed = self.texts
-        result = Client(self.clients.endpoint, PATIENCE_S).generate([1, 2, 3], SamplingParams(max_tokens=20, seed=seed))
-        if result.token_ids != text(seed, 20):
+    def check_request(self) -> None:
+        """Sends a valid request, and checks its answer."""
+        seed = self.checked_count
+        result = Client(self.clients.endpoint, TIMEOUT_S).generate([1, 2, 3], SamplingParams(max_tokens=20, seed=seed))
+        if result.token_ids != expected_tokens(seed, 20):
             raise FuzzFailure(f"seed {seed} received {result.token_ids}")
-        self.texts += 1
+        self.checked_count += 1
 
     def summary(self) -> str:
         stats = self._front.stats("")
         return (
-            f"{self.texts} honest texts, all correct; {stats.finished} requests ended and {stats.failed} were refused"
-            f" in all, {stats.rejected_frames} frames were refused"
+            f"{self.checked_count} texts of the correct client, none wrong; {stats.finished} requests ended and"
+            f" {stats.failed} were refused in all, {stats.rejected_frames} frames were refused"
         )
 
     def close(self) -> None:
-        self._asker.shutdown()
+        self._executor.shutdown()
         for sender in self._senders:
             sender.close(linger=0)
-        self._lines.orders.put(FrontOrder.END)
-        self._threads[0].join(PATIENCE_S)
-        self._lines.core.put(Quit())
-        self._threads[1].join(PATIENCE_S)
-        self._lines.close()
-        self._outside.destroy(linger=0)
+        self._queues.orders.put(FrontOrder.END)
+        self._threads[0].join(TIMEOUT_S)
+        self._queues.core.put(Quit())
+        self._threads[1].join(TIMEOUT_S)
+        self._queues.close()
+        self._client_context.destroy(linger=0)
         self._context.destroy(linger=0)
         self._stack.close()
 
-    def _sender(self) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._outside.socket(zmq.DEALER)
+    def _new_sender(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._client_context.socket(zmq.DEALER)
         if self._rng.random() < 0.5:
             socket.setsockopt(zmq.IDENTITY, b"c" + self._rng.randbytes(self._rng.randrange(1, 40)))
         socket.connect(self.clients.endpoint)
         return socket
 
-    def _receive(self) -> None:
-        """Discards answers."""
+    def _discard_answers(self) -> None:
         for sender in self._senders:
             while sender.poll(0):
                 sender.recv_multipart()

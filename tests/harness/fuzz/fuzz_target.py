@@ -6,23 +6,23 @@ from typing import Protocol
 
 from outrider.orchestrator.sockets import Rate
 
-ENDLESS = Rate(1e12, 1e12)
-"""Replaces the rate limit of a peer, so that everything is read."""
+UNLIMITED_RATE = Rate(1e12, 1e12)
+"""Replaces the rate limit of a peer, so that no frame is dropped because of it."""
 
 
 class FuzzFailure(Exception):
-    """Frames have caused a failure."""
+    """Invalid frames have caused a failure."""
 
 
 class FuzzTarget(Protocol):
-    """A socket with its process, and honest peers with requests in progress."""
+    """A fuzzed socket, the code behind it, and correct peers with requests in progress."""
 
     def send_broken(self) -> None:
-        """Sends a broken frame, or a few that belong together."""
+        """Sends an invalid message of one or a few frames."""
         ...
 
     def settle(self) -> None:
-        """Handles all that arrived, and checks that honest requests progress. Raises FuzzFailure if they do not."""
+        """Handles all messages that have arrived, and checks that correct requests progress. Raises FuzzFailure."""
         ...
 
     def summary(self) -> str:

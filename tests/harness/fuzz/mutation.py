@@ -12,49 +12,50 @@ from msgspec import msgpack
 
 from outrider.protocol.codec import encode_all
 from outrider.protocol.messages import Message
-from tests.harness.fuzz.chance import some
+from tests.harness.fuzz.random_messages import random_message
 
 Frames = list[bytes]
 
-KEPT = 256
-ODD: tuple[Any, ...] = (
+MAX_SHOWN = 256
+UNUSUAL: tuple[Any, ...] = (
     *(0, 1, -1, 7, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 1.5, float("nan"), float("inf"), None),
     *(True, "", "r", "x" * 100, b"", b"\xff" * 9, (), ((),) * 40, {}, {"a": 1}),
 )
 
 
 class Mutator:
-    """Mutates recently shown messages, and random messages of `names`."""
+    """Mutates messages passed to `show` recently, and random messages of the types in `names`."""
 
     def __init__(self, rng: random.Random, names: Sequence[str]) -> None:
         self._rng, self._names = rng, names
-        self._seen: deque[Frames] = deque(maxlen=KEPT)
+        self._shown: deque[Frames] = deque(maxlen=MAX_SHOWN)
 
     def show(self, *messages: Message) -> None:
-        """Adds messages to mutate."""
-        self._seen.append([bytes(frame) for frame in encode_all(messages)])
+        """Adds messages to the pool of messages to mutate."""
+        self._shown.append([bytes(frame) for frame in encode_all(messages)])
 
     def frames(self) -> Frames:
+        """Returns the frames of a mutated message, of several messages, or random bytes."""
         rng = self._rng
         match rng.randrange(10):
             case 0:
                 return [rng.randbytes(rng.randrange(64)) for _ in range(rng.randrange(4))]
             case 1:
-                return self._any()
+                return self._valid()
             case 2 | 3 | 4:
-                return self._bytes(self._any())
+                return self._change_bytes(self._valid())
             case 5:
-                return [frame for _ in range(rng.randint(2, 4)) for frame in self._any()]
+                return [frame for _ in range(rng.randint(2, 4)) for frame in self._valid()]
             case _:
-                return self._fields(self._any())
+                return self._change_fields(self._valid())
 
-    def _any(self) -> Frames:
+    def _valid(self) -> Frames:
         rng = self._rng
-        if self._seen and rng.random() < 0.7:
-            return list(rng.choice(self._seen))
-        return [bytes(frame) for frame in encode_all([some(rng, rng.choice(self._names))])]
+        if self._shown and rng.random() < 0.7:
+            return list(rng.choice(self._shown))
+        return [bytes(frame) for frame in encode_all([random_message(rng, rng.choice(self._names))])]
 
-    def _bytes(self, frames: Frames) -> Frames:
+    def _change_bytes(self, frames: Frames) -> Frames:
         """Changes some bytes, or cuts, drops, duplicates or inserts a frame."""
         rng, at = self._rng, self._rng.randrange(len(frames))
         match rng.randrange(8):
@@ -75,8 +76,8 @@ class Mutator:
                 frames[at] = bytes(data)
         return frames
 
-    def _fields(self, frames: Frames) -> Frames:
-        """Replaces a value in the header by an odd one, or by one of another message."""
+    def _change_fields(self, frames: Frames) -> Frames:
+        """Replaces values in the header by unusual ones, or by those of another message."""
         rng = self._rng
         try:
             header = msgpack.decode(frames[0])
@@ -84,28 +85,28 @@ class Mutator:
                 self._replace(header)
             frames[0] = msgpack.encode(header)
         except (ValueError, TypeError, OverflowError):
-            return self._bytes(frames)
+            return self._change_bytes(frames)
         return frames
 
     def _replace(self, header: Any) -> None:
-        rng, holder = self._rng, header
+        rng, container = self._rng, header
         while True:
-            at = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
-            inner = holder[at]
-            if not isinstance(inner, list | dict) or not inner or (holder is not header and rng.random() < 0.2):
+            at = rng.choice(list(container) if isinstance(container, dict) else range(len(container)))
+            inner = container[at]
+            if not isinstance(inner, list | dict) or not inner or (container is not header and rng.random() < 0.2):
                 break
-            holder = inner
-        holder[at] = self._other(inner)
+            container = inner
+        container[at] = self._other_value(inner)
 
-    def _other(self, value: Any) -> Any:
+    def _other_value(self, value: Any) -> Any:
         rng = self._rng
         if type(value) is int and rng.random() < 0.6:
             return value + rng.choice((-1, 1, rng.randint(-300, 300)))
-        if self._seen and rng.random() < 0.3:
-            return self._leaf(msgpack.decode(rng.choice(self._seen)[0]))
-        return deepcopy(rng.choice(ODD))  # or a later change inside it could put a list into itself
+        if self._shown and rng.random() < 0.3:
+            return self._random_leaf(msgpack.decode(rng.choice(self._shown)[0]))
+        return deepcopy(rng.choice(UNUSUAL))  # a copy, because a later change could put a shared list into itself
 
-    def _leaf(self, value: Any) -> Any:
+    def _random_leaf(self, value: Any) -> Any:
         while isinstance(value, list | dict) and value and self._rng.random() < 0.9:
             value = self._rng.choice(list(value.values()) if isinstance(value, dict) else value)
         return value

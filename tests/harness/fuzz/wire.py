@@ -1,6 +1,6 @@
-"""Fuzzes the clients' endpoint on TCP below ZeroMQ: broken greetings, commands and frames.
+"""Fuzzes the clients' endpoint on TCP below ZeroMQ: invalid greetings, commands and frames of ZMTP.
 
-The server is that of `clients_socket`, with an honest client.
+The server and the correct client are those of `clients_socket`.
 """
 
 from __future__ import annotations
@@ -24,64 +24,64 @@ MOST_FRAMES = 24
 
 
 class WireFuzz(ClientsSocketFuzz):
-    """Each `fire` sends a frame on a connection that carries several."""
+    """Each `send_broken` sends a frame through a connection that is used for several frames."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng, "tcp://127.0.0.1:0")
-        where = parse_endpoint(self.clients.endpoint)
-        self._port = where.port if isinstance(where, Tcp) else 0
-        self._line: socket.socket | None = None
-        self._left = self._connections = 0
-        self._words = bytes(encode(Generate("q", "x", None, SamplingParams(max_tokens=2)))[0])
+        endpoint = parse_endpoint(self.clients.endpoint)
+        self._port = endpoint.port if isinstance(endpoint, Tcp) else 0
+        self._connection: socket.socket | None = None
+        self._frames_left = self._connections = 0
+        self._valid_frame = bytes(encode(Generate("q", "x", None, SamplingParams(max_tokens=2)))[0])
 
     def send_broken(self) -> None:
-        if self._line is None or self._left < 1:
-            self._hang_up()
+        if self._connection is None or self._frames_left < 1:
+            self._close_connection()
             self._connect()
-        self._left -= 1
+        self._frames_left -= 1
         try:
-            if self._line is not None:
-                self._line.sendall(self._frame())
+            if self._connection is not None:
+                self._connection.sendall(self._frame())
         except OSError:  # the server may close the connection
-            self._left = 0
+            self._frames_left = 0
 
     def summary(self) -> str:
         return f"{self._connections} connections; {super().summary()}"
 
     def close(self) -> None:
-        self._hang_up()
+        self._close_connection()
         super().close()
 
     def _connect(self) -> None:
         self._connections += 1
-        self._line = socket.create_connection(("127.0.0.1", self._port), SECONDS)
-        self._left = self._rng.randint(1, MOST_FRAMES)
+        self._connection = socket.create_connection(("127.0.0.1", self._port), SECONDS)
+        self._frames_left = self._rng.randint(1, MOST_FRAMES)
         with suppress(OSError):
             match self._rng.randrange(4):
                 case 0:
-                    self._line.sendall(self._rng.randbytes(self._rng.randrange(100)))
+                    self._connection.sendall(self._rng.randbytes(self._rng.randrange(100)))
                 case 1:
-                    self._line.sendall(self._broken(GREETING + READY))
+                    self._connection.sendall(self._corrupt(GREETING + READY))
                 case _:
-                    self._line.sendall(GREETING + READY)
+                    self._connection.sendall(GREETING + READY)
 
-    def _hang_up(self) -> None:
-        if self._line is not None:
+    def _close_connection(self) -> None:
+        if self._connection is not None:
             if self._rng.random() < 0.5:  # with a reset
-                self._line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01" + bytes(7))
-            self._line.close()
-        self._line = None
+                self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01" + bytes(7))
+            self._connection.close()
+        self._connection = None
 
     def _frame(self) -> bytes:
         rng = self._rng
-        body = rng.choice((self._words, b"", rng.randbytes(rng.randrange(300)), self._broken(self._words)))
+        body = rng.choice((self._valid_frame, b"", rng.randbytes(rng.randrange(300)), self._corrupt(self._valid_frame)))
         flags, length = rng.choice(FLAGS), rng.choice((len(body), len(body), rng.choice(LENGTHS)))
         if flags & 2:
             return bytes((flags,)) + length.to_bytes(8, "big") + body
         return bytes((flags, length & 0xFF)) + body
 
-    def _broken(self, data: bytes) -> bytes:
-        found = bytearray(data)
+    def _corrupt(self, data: bytes) -> bytes:
+        corrupted = bytearray(data)
         for _ in range(self._rng.randint(1, 3)):
-            found[self._rng.randrange(len(found))] = self._rng.randrange(256)
-        return bytes(found[: self._rng.choice((len(found), self._rng.randrange(len(found))))])
+            corrupted[self._rng.randrange(len(corrupted))] = self._rng.randrange(256)
+        return bytes(corrupted[: self._rng.choice((len(corrupted), self._rng.randrange(len(corrupted))))])

@@ -1,5 +1,4 @@
-"""Independent programs that speak these APIs, each held to a whole task at a running server.
+"""Runs a complete task with independent programs that use the server's APIs, and checks their results.
 
-Nothing is installed here: what is found in a folder is run. Knows the programs' command lines; knows the server by its
-URL only.
+Installs nothing: it runs the programs that it finds in a folder, and uses the server by its URL only.
 """

@@ -19,11 +19,11 @@ from tempfile import TemporaryDirectory
 
 from outrider.orchestrator.cli import run_as_program
 from tests.harness.conformance.http_client import Server
-from tests.harness.conformance.servers import serving
+from tests.harness.conformance.servers import serve_pair
 from tests.harness.conformance.table import CLIENTS
 from tests.harness.programs.agents import AGENTS
 from tests.harness.programs.libraries import LIBRARIES
-from tests.harness.programs.program import Program, Run, wrong
+from tests.harness.programs.program import Program, ProgramRun, find_problems
 from tests.harness.programs.script import write_model
 
 PROGRAMS = (*LIBRARIES, *AGENTS)
@@ -33,7 +33,7 @@ a schema, whole and in *parts*; a *file* that an agent writes. This command writ
 
     python -m tests.harness.programs FOLDER --write docs/conformance.md
 """
-LAST = 500
+MAX_ERROR_CHARS = 500
 """Characters of a failed program's output to print."""
 
 
@@ -50,23 +50,23 @@ def run(options: argparse.Namespace) -> int:
     if options.set_up:
         print("\n".join(program.set_up(str(options.folder)) for program in programs))
         return 0
-    there = [program for program in programs if program.is_at(options.folder / program.folder)]
+    installed = [program for program in programs if program.is_installed_in(options.folder / program.folder)]
     failed = 0
     with TemporaryDirectory(prefix="outrider-programs-") as home:
-        works = {program.name: Path(home, program.folder) for program in PROGRAMS}
-        model = write_model(Path(home, "model"), works)
+        homes = {program.name: Path(home, program.folder) for program in PROGRAMS}
+        model = write_model(Path(home, "model"), homes)
         rows = ["| program | version | API | did |", "|---|---|---|---|"]
         print("\n".join(rows))
-        with serving(model, model, ("scripted",)) as url:
+        with serve_pair(model, model, ("scripted",)) as url:
             name = Server(url).model
-            for program in there:
-                works[program.name].mkdir()
-                tried = Run((options.folder / program.folder).resolve(), works[program.name], url, name)
-                for row, is_right in _rows(program, tried):
+            for program in installed:
+                homes[program.name].mkdir()
+                program_run = ProgramRun((options.folder / program.folder).resolve(), homes[program.name], url, name)
+                for row, is_right in _rows(program, program_run):
                     print(row, flush=True)
                     rows.append(row)
                     failed += not is_right
-    missing = [program.name for program in programs if program not in there]
+    missing = [program.name for program in programs if program not in installed]
     print(f"\nnot found in {options.folder}: {', '.join(missing)}" if missing else "")
     if options.write is not None:
         before = options.write.read_text(encoding="utf-8").partition(CLIENTS)[0].rstrip()
@@ -74,18 +74,18 @@ def run(options: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-def _rows(program: Program, tried: Run) -> Iterator[tuple[str, bool]]:
+def _rows(program: Program, program_run: ProgramRun) -> Iterator[tuple[str, bool]]:
     """Yields a row per API, and whether it succeeded."""
-    version = program.version(tried)
+    version = program.version(program_run)
     try:
-        found = program.task(tried)
+        found = program.task(program_run)
     except (subprocess.SubprocessError, ValueError, LookupError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip()[-LAST:]
+        said = str(getattr(error, "stderr", None) or error).strip()[-MAX_ERROR_CHARS:]
         yield f"| {program.name} | {version} | | FAILED: {' '.join(said.split())} |", False
         return
-    for api, told in found.items():
-        problems = wrong(told)
-        did = ", ".join(told) if not problems else f"FAILED: {'; '.join(problems)}"
+    for api, results in found.items():
+        problems = find_problems(results)
+        did = ", ".join(results) if not problems else f"FAILED: {'; '.join(problems)}"
         yield f"| {program.name} | {version} | {api} | {did} |", not problems
 
 

@@ -1,78 +1,78 @@
-"""Command-line programs: `llm`, and coding agents that write a file, each configured as its users would."""
+"""Command-line programs: `llm`, and coding agents that write a file, each configured as by its users."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from tests.harness.programs.program import Program, Run, Told
+from tests.harness.programs.program import Program, ProgramRun, Results
 
 FILE, CONTENT = "hello.py", 'print("hello")\n'
-ASK = f"Write {FILE}, which prints hello."
+TASK = f"Write {FILE}, which prints hello."
 
 
-def _wrote(run: Run) -> bool:
-    path = run.work / FILE
+def _file_was_written(run: ProgramRun) -> bool:
+    path = run.home / FILE
     return path.is_file() and path.read_text(encoding="utf-8").strip() == CONTENT.strip()
 
 
-def llm(run: Run) -> Told:
+def llm(run: ProgramRun) -> Results:
     """Simon Willison's llm, with its models in a file."""
     known = {"model_id": "here", "model_name": run.model, "api_base": f"{run.url}/v1", "supports_tools": True,
              "supports_schema": True}  # fmt: skip
-    (run.work / "extra-openai-models.yaml").write_text(json.dumps([known]), encoding="utf-8")
-    more = {"LLM_USER_PATH": str(run.work), "OPENAI_API_KEY": "none"}
+    (run.home / "extra-openai-models.yaml").write_text(json.dumps([known]), encoding="utf-8")
+    environment = {"LLM_USER_PATH": str(run.home), "OPENAI_API_KEY": "none"}
     line = [run.command("llm"), "-m", "here", "hi"]
     tool = "def get_weather(city: str) -> str:\n    return '22 C'"
-    log = json.loads(run.output([*line, "--schema", "sure bool"], **more))
-    text = run.output([*line, "--functions", tool, "--td"], **more)
+    log = json.loads(run.output([*line, "--schema", "sure bool"], **environment))
+    text = run.output([*line, "--functions", tool, "--td"], **environment)
     return {
         "chat completions": {
-            "stream": run.output(line, **more).strip(),
+            "stream": run.output(line, **environment).strip(),
             "answer": text.strip().removeprefix("I look.").strip(),
             "form": log,
         }
     }
 
 
-def aider(run: Run) -> Told:
+def aider(run: ProgramRun) -> Results:
     """aider, which edits by text and uses no tools."""
     settings = {"OPENAI_API_BASE": f"{run.url}/v1", "OPENAI_API_KEY": "none"}
     flags = "--yes-always --no-git --no-check-update --no-analytics --no-show-model-warnings --edit-format whole"
-    line = [run.command("aider"), *flags.split(), "--model", f"openai/{run.model}", "--message", ASK, FILE]
+    line = [run.command("aider"), *flags.split(), "--model", f"openai/{run.model}", "--message", TASK, FILE]
     run.output(line, **settings)
-    return {"chat completions": {"file": _wrote(run)}}
+    return {"chat completions": {"file": _file_was_written(run)}}
 
 
-def codex(run: Run) -> Told:
+def codex(run: ProgramRun) -> Results:
     """OpenAI's Codex: responses."""
     provider: dict[str, Any] = {"name": "outrider", "base_url": f"{run.url}/v1", "wire_api": "responses"}
     given = ", ".join(f'{key} = "{value}"' for key, value in provider.items())
     settings = [f"model_providers.outrider={{{given}}}", 'model_provider="outrider"', f'model="{run.model}"']
     line = [run.command("codex"), "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"]
-    run.output([*line, *(word for one in settings for word in ("-c", one)), ASK])
-    return {"responses": {"file": _wrote(run)}}
+    run.output([*line, *(word for one in settings for word in ("-c", one)), TASK])
+    return {"responses": {"file": _file_was_written(run)}}
 
 
-def claude_code(run: Run) -> Told:
+def claude_code(run: ProgramRun) -> Results:
     """Anthropic's Claude Code: messages."""
     settings = {
         "ANTHROPIC_BASE_URL": run.url, "ANTHROPIC_AUTH_TOKEN": "none", "ANTHROPIC_MODEL": run.model,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": run.model, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
     }  # fmt: skip
-    run.output([run.command("claude"), "-p", ASK, "--permission-mode", "acceptEdits"], **settings)
-    return {"messages": {"file": _wrote(run)}}
+    run.output([run.command("claude"), "-p", TASK, "--permission-mode", "acceptEdits"], **settings)
+    return {"messages": {"file": _file_was_written(run)}}
 
 
-def qwen_code(run: Run) -> Told:
+def qwen_code(run: ProgramRun) -> Results:
     """Qwen Code, a relative of Gemini's: chat completions."""
     settings = {"OPENAI_BASE_URL": f"{run.url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": run.model}
-    run.output([run.command("qwen"), "--auth-type", "openai", "--yolo", "-p", ASK], **settings)
-    return {"chat completions": {"file": _wrote(run)}}
+    run.output([run.command("qwen"), "--auth-type", "openai", "--yolo", "-p", TASK], **settings)
+    return {"chat completions": {"file": _file_was_written(run)}}
 
 
-def opencode(run: Run) -> Told:
+def opencode(run: ProgramRun) -> Results:
     """opencode: chat completions, by the AI SDK."""
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -80,9 +80,9 @@ def opencode(run: Run) -> Told:
         "models": {run.model: {"name": run.model}},
     }
     settings = {"provider": {"outrider": provider}, "permission": {"edit": "allow"}, "autoupdate": False}
-    (run.work / "opencode.json").write_text(json.dumps(settings), encoding="utf-8")
-    run.output([run.command("opencode"), "run", "--model", f"outrider/{run.model}", ASK])
-    return {"chat completions": {"file": _wrote(run)}}
+    (run.home / "opencode.json").write_text(json.dumps(settings), encoding="utf-8")
+    run.output([run.command("opencode"), "run", "--model", f"outrider/{run.model}", TASK])
+    return {"chat completions": {"file": _file_was_written(run)}}
 
 
 AGENTS = (

@@ -1,4 +1,4 @@
-"""Libraries, each of which runs a script of `drivers/` with its own Python or node."""
+"""Client libraries, each used by a script of `drivers/` that runs with the library's own Python or with node."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.harness.programs.program import Program, Run, Told
+from tests.harness.programs.program import Program, ProgramRun, Results
 
 DRIVERS = Path(__file__).parent / "drivers"
 
 
-def _driven(driver: str) -> Callable[[Run], Told]:
-    def task(run: Run) -> Told:
-        script = Path(shutil.copy(DRIVERS / driver, run.work))
+def _run_driver(driver: str) -> Callable[[ProgramRun], Results]:
+    def task(run: ProgramRun) -> Results:
+        script = Path(shutil.copy(DRIVERS / driver, run.home))
         if script.suffix == ".mjs":
-            (run.work / "node_modules").symlink_to(run.place / "node_modules")
+            (run.home / "node_modules").symlink_to(run.folder / "node_modules")
             line = ["node", str(script)]
         else:
             line = [run.command("python"), str(script)]
-        told: Told = json.loads(run.output([*line, run.url, run.model]).splitlines()[-1])
-        return told
+        results: Results = json.loads(run.output([*line, run.url, run.model]).splitlines()[-1])
+        return results
 
     return task
 
 
 LIBRARIES = (
-    Program("OpenAI", ("openai",), _driven("openai_task.py")),
-    Program("OpenAI npm", ("openai",), _driven("openai_task.mjs"), is_npm=True),
-    Program("Anthropic", ("anthropic",), _driven("anthropic_task.py")),
-    Program("Anthropic npm", ("@anthropic-ai/sdk",), _driven("anthropic_task.mjs"), is_npm=True),
-    Program("smolagents", ("smolagents[openai]",), _driven("smolagents_task.py")),
-    Program("litellm", ("litellm", "mcp"), _driven("litellm_task.py")),
-    Program("LangChain", ("langchain-openai",), _driven("langchain_openai_task.py")),
-    Program("Pydantic AI", ("pydantic-ai-slim[openai,anthropic]",), _driven("pydantic_ai_task.py")),
-    Program("instructor", ("instructor",), _driven("instructor_task.py")),
-    Program("OpenAI Agents", ("openai-agents",), _driven("openai_agents_task.py")),
+    Program("OpenAI", ("openai",), _run_driver("openai_task.py")),
+    Program("OpenAI npm", ("openai",), _run_driver("openai_task.mjs"), is_npm=True),
+    Program("Anthropic", ("anthropic",), _run_driver("anthropic_task.py")),
+    Program("Anthropic npm", ("@anthropic-ai/sdk",), _run_driver("anthropic_task.mjs"), is_npm=True),
+    Program("smolagents", ("smolagents[openai]",), _run_driver("smolagents_task.py")),
+    Program("litellm", ("litellm", "mcp"), _run_driver("litellm_task.py")),
+    Program("LangChain", ("langchain-openai",), _run_driver("langchain_openai_task.py")),
+    Program("Pydantic AI", ("pydantic-ai-slim[openai,anthropic]",), _run_driver("pydantic_ai_task.py")),
+    Program("instructor", ("instructor",), _run_driver("instructor_task.py")),
+    Program("OpenAI Agents", ("openai-agents",), _run_driver("openai_agents_task.py")),
     Program(
         "AI SDK",
         ("ai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod"),
-        _driven("ai_sdk_task.mjs"),
+        _run_driver("ai_sdk_task.mjs"),
         is_npm=True,
     ),
 )

@@ -12,30 +12,34 @@ from pathlib import Path
 from tests.harness.conformance.requests import GREETING, SUNNY
 
 SECONDS = 100
-Told = Mapping[str, Mapping[str, object]]
+Results = Mapping[str, Mapping[str, object]]
 """The results of a task by API and part: stream, city, answer, form, parts or file."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A program's folder and the server to use. `work`: an empty folder, which is also its home."""
+class ProgramRun:
+    """A program's folder and the server to use. `home`: an empty folder, its working directory and HOME."""
 
-    place: Path
-    work: Path
+    folder: Path
+    home: Path
     url: str
     model: str
 
-    def output(self, line: list[str], **more: str) -> str:
-        """Returns the output of a command with these settings only. Raises CalledProcessError, TimeoutExpired."""
-        bare = {"PATH": os.environ["PATH"], "HOME": str(self.work), "LANG": "C.UTF-8", "NO_COLOR": "1"}
+    def output(self, line: list[str], **environment: str) -> str:
+        """Returns the output of a command, run with a minimal environment and these variables.
+
+        Raises:
+            CalledProcessError, TimeoutExpired
+        """
+        bare = {"PATH": os.environ["PATH"], "HOME": str(self.home), "LANG": "C.UTF-8", "NO_COLOR": "1"}
         return subprocess.run(
-            line, cwd=self.work, env={**bare, **more}, capture_output=True, text=True, timeout=SECONDS, check=True,
+            line, cwd=self.home, env=bare | environment, capture_output=True, text=True, timeout=SECONDS, check=True,
             stdin=subprocess.DEVNULL,
         ).stdout  # fmt: skip
 
     def command(self, name: str) -> str:
         """Returns the path of one of the program's commands."""
-        found = [self.place / "bin" / name, self.place / "node_modules" / ".bin" / name]
+        found = [self.folder / "bin" / name, self.folder / "node_modules" / ".bin" / name]
         return str(next((path for path in found if path.exists()), found[0]))
 
 
@@ -45,7 +49,7 @@ class Program:
 
     name: str
     packages: tuple[str, ...]
-    task: Callable[[Run], Told]
+    task: Callable[[ProgramRun], Results]
     is_npm: bool = False
 
     @property
@@ -54,25 +58,25 @@ class Program:
 
     def set_up(self, home: str) -> str:
         """Returns the command that installs it below `home`."""
-        place = f"{home}/{self.folder}"
+        folder = f"{home}/{self.folder}"
         if self.is_npm:
-            return f"npm install --prefix {place} {' '.join(self.packages)}"
-        return f"python -m venv {place} && {place}/bin/pip install {' '.join(self.packages)}"
+            return f"npm install --prefix {folder} {' '.join(self.packages)}"
+        return f"python -m venv {folder} && {folder}/bin/pip install {' '.join(self.packages)}"
 
-    def is_at(self, place: Path) -> bool:
-        return (place / ("node_modules" if self.is_npm else "bin/python")).exists()
+    def is_installed_in(self, folder: Path) -> bool:
+        return (folder / ("node_modules" if self.is_npm else "bin/python")).exists()
 
-    def version(self, run: Run) -> str:
+    def version(self, run: ProgramRun) -> str:
         """Returns the version of its own package."""
         package = self.packages[0].partition("[")[0]
         if self.is_npm:
-            described = run.place / "node_modules" / package / "package.json"
+            described = run.folder / "node_modules" / package / "package.json"
             return str(json.loads(described.read_text(encoding="utf-8"))["version"])
         ask = f"import importlib.metadata as m; print(m.version({package!r}))"
         return run.output([run.command("python"), "-c", ask]).strip()
 
 
-def wrong(told: Mapping[str, object]) -> list[str]:
+def find_problems(results: Mapping[str, object]) -> list[str]:
     """Returns the parts of a task with unexpected results."""
     expected: dict[str, Callable[[object], bool]] = {
         "stream": lambda text: text == GREETING,
@@ -82,7 +86,7 @@ def wrong(told: Mapping[str, object]) -> list[str]:
         "parts": _is_form,
         "file": bool,
     }
-    return [f"{name}: {value!r}" for name, value in told.items() if not expected[name](value)]
+    return [f"{name}: {value!r}" for name, value in results.items() if not expected[name](value)]
 
 
 def _is_form(form: object) -> bool:

@@ -1,4 +1,4 @@
-"""The scripted model's answers to coding agents: it writes the requested file with the tool that the agent offers."""
+"""The scripted model's answers to coding agents: it writes the requested file by a call of the agent's own tool."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.harness.programs.agents import CONTENT, FILE
 from tests.harness.scripted_model import END, SCRIPTS, TEMPLATE, Script, write_scripted
 
 WHOLE = "<|whole|>"
-AIDERS = "file listing"
-"""Words that occur only in aider's instructions."""
+AIDER_INSTRUCTION = "file listing"
+"""Words by which the model's template recognises aider's instructions."""
 
 
-def write_model(path: Path, works: dict[str, Path]) -> Path:
-    """Writes a model that knows each agent's tool. `works`: the folder to write to, by the tool's name."""
-    scripts = [_call(tool, _arguments(tool, works[agent] / FILE)) for agent, tool in _TOOLS.items()]
+def write_model(path: Path, homes: dict[str, Path]) -> Path:
+    """Writes a model that can call each agent's tool. `homes`: the folder to write to, by the agent's name."""
+    scripts = [_call(tool, _arguments(tool, homes[agent] / FILE)) for agent, tool in _TOOLS.items()]
     whole: Script = (WHOLE, f"{FILE}\n```\n{CONTENT}```\n", END)
     return write_scripted(path, (*SCRIPTS, *scripts, whole), _template(list(_TOOLS.values())))
 
@@ -43,6 +43,6 @@ def _template(tools: list[str]) -> str:
     begin = "{% if messages[-1].role == 'tool' %}<|answer|>{% elif both %}"
     agents = (
         "{% if messages[-1].role == 'tool' %}<|answer|>{% elif known %}<|{{ known[0] }}|>"
-        f"{{% elif '{AIDERS}' in messages[0].content %}}{WHOLE}{{% elif both %}}"
+        f"{{% elif '{AIDER_INSTRUCTION}' in messages[0].content %}}{WHOLE}{{% elif both %}}"
     )
     return known + TEMPLATE.replace(begin, agents)

@@ -1,1 +1,1 @@
-"""Two hosts on one machine: network namespaces with a link between them that is as slow and lossy as asked."""
+"""Simulates two hosts by network namespaces, with a configurable delay and packet loss between them."""

@@ -23,36 +23,36 @@ from tests.harness.two_hosts.hosts import ADDRESS, TwoHosts
 from tests.harness.two_hosts.namespace import Namespace
 
 NAME = "far"
-_PLACE = f"{ADDRESS}:7000"
-PATIENCE_S = 120.0
-LOOK_S = 0.05
+_ADDRESS_AND_PORT = f"{ADDRESS}:7000"
+TIMEOUT_S = 120.0
+POLL_S = 0.05
 
 
 @contextmanager
-def far_cluster(hosts: TwoHosts, options: Sequence[str] = (), **settings: Unpack[Settings]) -> Iterator[Client]:
-    """Runs a cluster on one host with its only drafter `NAME` on the other. `options`: the drafter's flags."""
-    endpoint = f"tcp://{_PLACE}"
+def remote_cluster(hosts: TwoHosts, options: Sequence[str] = (), **settings: Unpack[Settings]) -> Iterator[Client]:
+    """Runs a cluster on one host with its only drafter, `NAME`, on the other. `options`: flags of the drafter."""
+    endpoint = f"tcp://{_ADDRESS_AND_PORT}"
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
-        Keyring(theirs).trust(_PLACE, Keyring(ours).make().public)
+        Keyring(theirs).trust(_ADDRESS_AND_PORT, Keyring(ours).make().public)
         Keyring(ours).allow(AllowedKey(DRAFTER, Keyring(theirs).make().public, NAME))
         settings |= Settings(draft_backend="ngram", workers_endpoint=endpoint, keys=ours)
         with hosts.here.entered():
             cluster = LocalCluster(**settings)
         with cluster:
-            client = cluster.client(timeout=PATIENCE_S)
-            with drafter(client, hosts.there, endpoint, NAME, "--keys", str(theirs), *options):
+            client = cluster.client(timeout=TIMEOUT_S)
+            with run_drafter(client, hosts.there, endpoint, NAME, "--keys", str(theirs), *options):
                 yield client
 
 
 @contextmanager
-def drafter(client: Client, host: Namespace, endpoint: str, name: str, *options: str) -> Iterator[None]:
-    """Runs a drafter, which is ready when the block begins, until the block ends."""
+def run_drafter(client: Client, host: Namespace, endpoint: str, name: str, *options: str) -> Iterator[None]:
+    """Runs a drafter during the block, and waits until it is ready before the block begins."""
     command = python("-m", "outrider", "worker", "draft", "--connect", endpoint, "--name", name, *options)
     with host.entered():
         process = subprocess.Popen(command, env=child_environment())
     try:
-        wait_for(client, name, "ready")
+        wait_for_state(client, name, "ready")
         yield
     finally:
         process.kill()
@@ -64,11 +64,11 @@ def state(client: Client, name: str) -> str:
     return next((worker.state for worker in client.stats().workers if worker.name == name), "")
 
 
-def wait_for(client: Client, name: str, wanted: str) -> float:
-    """Waits until the worker has this state, and returns the seconds. Raises WorkerError after `PATIENCE_S`."""
+def wait_for_state(client: Client, name: str, expected: str) -> float:
+    """Waits until the worker has this state, and returns the seconds. Raises WorkerError after `TIMEOUT_S`."""
     began = time.monotonic()
-    while (found := state(client, name)) != wanted:
-        if time.monotonic() > began + PATIENCE_S:
-            raise WorkerError(f"{name} is {found or 'unknown'} after {PATIENCE_S:.0f} s; expected {wanted}")
-        time.sleep(LOOK_S)
+    while (found := state(client, name)) != expected:
+        if time.monotonic() > began + TIMEOUT_S:
+            raise WorkerError(f"{name} is {found or 'unknown'} after {TIMEOUT_S:.0f} s; expected {expected}")
+        time.sleep(POLL_S)
     return time.monotonic() - began

@@ -1,6 +1,6 @@
-"""A network namespace: processes inside see only its devices.
+"""A network namespace: processes inside see only its network devices.
 
-It has no name and no file, so nothing remains after this process and those inside have ended.
+It has no name and no file, so nothing remains when this process and those inside have ended.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from outrider.protocol.errors import OutriderError, WorkerError
 
 CLONE_NEWNET = 0x40000000
-OWN = "/proc/thread-self/ns/net"
+OWN_NAMESPACE = "/proc/thread-self/ns/net"
 
 
-def why_not() -> str | None:
+def unsupported_reason() -> str | None:
     """Returns why this machine can't create namespaces, or None."""
     if sys.platform != "linux":
         return "network namespaces exist on Linux only"
@@ -35,28 +35,28 @@ def why_not() -> str | None:
 
 
 class Namespace:
-    """A new namespace with only `lo`.
+    """A new namespace with a loopback device only.
 
     Raises:
-        WorkerError: the system refuses.
+        WorkerError: the system can't create it.
     """
 
     def __init__(self) -> None:
-        with _back_again():
-            _call("unshare", CLONE_NEWNET)
-            self._fd = os.open(OWN, os.O_RDONLY | os.O_CLOEXEC)
+        with _restoring_namespace():
+            _system_call("unshare", CLONE_NEWNET)
+            self._fd = os.open(OWN_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
         self.ip("link", "set", "lo", "up")
 
     @property
     def path(self) -> str:
-        """The path by which other processes of this machine refer to it."""
+        """The path by which other processes of this machine can enter it."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Within the block, sockets and processes of this thread are created in this namespace."""
-        with _back_again():
-            _call("setns", self._fd, CLONE_NEWNET)
+        with _restoring_namespace():
+            _system_call("setns", self._fd, CLONE_NEWNET)
             yield
 
     def ip(self, *arguments: str) -> None:
@@ -80,16 +80,17 @@ class Namespace:
 
 
 @contextmanager
-def _back_again() -> Iterator[None]:
-    before = os.open(OWN, os.O_RDONLY | os.O_CLOEXEC)
+def _restoring_namespace() -> Iterator[None]:
+    """Returns this thread to its present namespace after the block."""
+    before = os.open(OWN_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield
     finally:
-        _call("setns", before, CLONE_NEWNET)
+        _system_call("setns", before, CLONE_NEWNET)
         os.close(before)
 
 
-def _call(name: str, *arguments: int) -> None:
+def _system_call(name: str, *arguments: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments):
         raise WorkerError(f"a network namespace can't be created: {os.strerror(ctypes.get_errno())}")

@@ -1,4 +1,4 @@
-"""A link that the kernel shapes: a virtual cable, with netem at each end for outgoing packets."""
+"""A link whose delay and loss the kernel simulates: a veth pair, with netem for the outgoing packets of each end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def has_netem() -> bool:
 
 
 class Cable:
-    """A virtual cable between devices with these names in two namespaces."""
+    """A veth pair: a device with a name of `names` in each of the two namespaces."""
 
     def __init__(self, here: Namespace, there: Namespace, names: tuple[str, str]) -> None:
         self._ends = ((here, names[0]), (there, names[1]))

@@ -1,1 +1,1 @@
-"""Clusters in one thread and in virtual time: the real rounds and draft workers, a profile's machine."""
+"""Simulated clusters in one thread and virtual time: the real scheduler and draft workers on a profile's machine."""

@@ -1,1 +1,2 @@
-"""Scripts that other Pythons and node run: each takes a URL and a model, and prints what came of its task as JSON."""
+"""Scripts for other Python environments and for node. Each takes a URL and a model, runs a task and prints the results
+as JSON."""

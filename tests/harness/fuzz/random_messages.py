@@ -13,34 +13,34 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SAMPLING_RULES, SamplingParams
 from outrider.protocol.schema import Array
 
-FEW = 4
+MAX_ITEMS = 4
 LETTERS = 'ab \n"{}[]<|>\\é☃\U0001f600\0'
 
 
-def some(rng: random.Random, name: str) -> Any:
-    """Returns a message by this name with random values of the right types."""
+def random_message(rng: random.Random, name: str) -> Any:
+    """Returns a message of the type with this name, with random values of the declared types."""
     while True:
         try:
-            return _record(rng, MESSAGES[name])
+            return _random_struct(rng, MESSAGES[name])
         except InvalidRequest:  # sampling parameters have narrower ranges than their types
             continue
 
 
-def whole(rng: random.Random, low: int, high: int) -> int:
-    """Returns a random whole number; small ones and both ends are more frequent."""
+def random_int(rng: random.Random, low: int, high: int) -> int:
+    """Returns a random integer in [low, high], more often near `low` or equal to one of them."""
     return rng.choice(
         (low, high, min(high, low + rng.randrange(8)), min(high, low + rng.randrange(300)), rng.randint(low, high))
     )
 
 
-def _record(rng: random.Random, cls: type[Any]) -> Any:
+def _random_struct(rng: random.Random, cls: type[Any]) -> Any:
     info = types.type_info(cls)
     if cls is SamplingParams or not isinstance(info, types.StructType | types.DataclassType):
-        return _sampling(rng)
-    return cls(**{field.name: _value(rng, field.type) for field in info.fields})
+        return _random_sampling(rng)
+    return cls(**{field.name: _random_value(rng, field.type) for field in info.fields})
 
 
-def _sampling(rng: random.Random) -> SamplingParams:
+def _random_sampling(rng: random.Random) -> SamplingParams:
     return SamplingParams(
         max_tokens=rng.randint(1, 40),
         temp=rng.choice((0.0, 0.8, 100.0)),
@@ -55,10 +55,10 @@ def _sampling(rng: random.Random) -> SamplingParams:
     )
 
 
-def _value(rng: random.Random, shape: types.Type) -> Any:
+def _random_value(rng: random.Random, shape: types.Type) -> Any:
     match shape:
         case types.IntType(ge=int(low), le=int(high)):
-            return whole(rng, low, high)
+            return random_int(rng, low, high)
         case types.FloatType(ge=0.0, le=1.0):
             return rng.choice((0.0, 1.0, rng.random()))
         case types.FloatType():
@@ -68,20 +68,23 @@ def _value(rng: random.Random, shape: types.Type) -> Any:
         case types.StrType(pattern=str(pattern)):
             return rng.choice(pattern[2:-3].split("|"))
         case types.StrType(max_length=int(limit)):
-            return "".join(rng.choices(LETTERS, k=rng.randrange(min(limit, FEW) + 1)))
+            return "".join(rng.choices(LETTERS, k=rng.randrange(min(limit, MAX_ITEMS) + 1)))
         case types.Metadata(extra={"array": Array(dtype, axes)}):
-            size = [rng.randrange(FEW) for _ in range(axes)]
+            size = [rng.randrange(MAX_ITEMS) for _ in range(axes)]
             return np.array(rng.choices(range(300), k=int(np.prod(size)))).reshape(size).astype(dtype)
         case types.VarTupleType(item_type=item, max_length=int(limit)):
-            return tuple(_value(rng, item) for _ in range(rng.randrange(min(limit, FEW) + 1)))
+            return tuple(_random_value(rng, item) for _ in range(rng.randrange(min(limit, MAX_ITEMS) + 1)))
         case types.DictType(key_type=key, value_type=value, max_length=int(limit)):
-            return {_value(rng, key): _value(rng, value) for _ in range(rng.randrange(min(limit, FEW) + 1))}
+            return {
+                _random_value(rng, key): _random_value(rng, value)
+                for _ in range(rng.randrange(min(limit, MAX_ITEMS) + 1))
+            }
         case types.TupleType(item_types=items):
-            return tuple(_value(rng, item) for item in items)
+            return tuple(_random_value(rng, item) for item in items)
         case types.UnionType(types=(inner, types.NoneType())):
-            return _value(rng, inner) if rng.random() < 0.5 else None
+            return _random_value(rng, inner) if rng.random() < 0.5 else None
         case types.UnionType(types=variants):
-            return _value(rng, rng.choice(variants))
+            return _random_value(rng, rng.choice(variants))
         case types.StructType(cls=cls) | types.DataclassType(cls=cls):
-            return _record(rng, cls)
+            return _random_struct(rng, cls)
     raise TypeError(f"{shape} has no values")

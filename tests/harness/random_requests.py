@@ -1,6 +1,6 @@
-"""Random requests: prompts, sampling parameters, endings, modes and pauses, all drawn from a seed and a number.
+"""Random requests: prompts, sampling parameters, modes, pauses and cancellations, all drawn from a seed and a number.
 
-Request n is the same whatever else is drawn, so any stretch of them can be made by itself. Knows tokens and settings.
+A request depends on nothing but its seed and number, so any range of requests can be repeated by itself.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ MODES = ("ar", "sd", "ssd", "auto")
 # Strings that are frequent in code and prose.
 STOPS = ("\n\n", "return", " the", "):", '",', "self", "e", "\n    ")
 LONGEST_PROMPT, LONGEST_TEXT = 900, 80
-CANCELLED = 0.12
+CANCEL_SHARE = 0.12
 PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The most tokens of a prompt, and of an answer."""
+    """The maximum number of tokens of a prompt, and of an answer."""
 
     prompt: int = LONGEST_PROMPT
     text: int = LONGEST_TEXT
 
 
-def subject(number: int, seed: int, source: Sequence[int], sizes: Sizes) -> tuple[tuple[int, ...], SamplingParams]:
+def draw_prompt(number: int, seed: int, source: Sequence[int], sizes: Sizes) -> tuple[tuple[int, ...], SamplingParams]:
     """Returns a prompt from the tokens of `source`, mostly short and sometimes long, and its sampling parameters."""
     rng = random.Random(f"subject {seed} {number}")
     length = round(math.exp(rng.uniform(0, math.log(sizes.prompt))))
@@ -37,19 +37,19 @@ def subject(number: int, seed: int, source: Sequence[int], sizes: Sizes) -> tupl
     return tuple(source[start : start + length]), _sampling(rng, sizes.text, source)
 
 
-def question(number: int, seed: int, about: tuple[tuple[int, ...], SamplingParams]) -> TimedRequest:
-    """Returns request `number` about this subject, in one of the modes, after a pause; some are cancelled early."""
+def draw_request(number: int, seed: int, prompt: tuple[tuple[int, ...], SamplingParams]) -> TimedRequest:
+    """Returns request `number` with this result of `draw_prompt`, its mode and its pause; some are cancelled early."""
     rng = random.Random(f"question {seed} {number}")
-    tokens, sampling = about
-    own = rng.random() < 0.5
+    tokens, sampling = prompt
+    has_own_settings = rng.random() < 0.5
     return TimedRequest(
         tokens,
         sampling,
         MODES[number % len(MODES)],
         after=rng.expovariate(1 / PAUSE_S),
-        until=rng.randint(1, sampling.max_tokens) if rng.random() < CANCELLED else None,
-        num_draft_tokens=rng.randint(1, 8) if own else None,
-        branches=rng.randint(1, 24) if own else None,
+        until=rng.randint(1, sampling.max_tokens) if rng.random() < CANCEL_SHARE else None,
+        num_draft_tokens=rng.randint(1, 8) if has_own_settings else None,
+        branches=rng.randint(1, 24) if has_own_settings else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""The correct results whatever the network does: the target's text alone, and a fresh drafter's proposals."""
+"""The expected results, whatever the network does: the text of the target alone, and the drafts of a fresh drafter."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from outrider.engine.verify import verify
 from outrider.protocol.sampling import SamplingParams
 from tests.slots import open_slots
 
-_KEPT = 20_000
+MAX_CACHED = 20_000
 
 
-class Text:
-    """The endless text of the target alone after a prompt, one token a step."""
+class ReferenceText:
+    """The text that the target alone generates after a prompt, without an end; computed as far as it is needed."""
 
     def __init__(self, model: LoadedModel, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self._slot: CacheSlot = open_slots(model, [prompt], [sampling])[0]
@@ -48,7 +48,7 @@ class FreshDrafter:
         sampler = self._samplers.setdefault(sampling, Sampler(sampling, self._model.vocab_size))
         key = (sampling, len(text), tuple(text[-max(sampler.reach, 1) :]))
         if key not in self._known:
-            if len(self._known) > _KEPT:
+            if len(self._known) > MAX_CACHED:
                 self._known.clear()
             logits = self._model.model(mx.array([[text[-1]]]))[0]
             scores = sampler.scores(logits, [len(text)], [list(text)])
