@@ -91,10 +91,10 @@ def _make_draft(options: argparse.Namespace, out: Path) -> None:
 
     target = find_model(str(options.target)).folder
     if options.export:
-        drafts.publish(out, target)
+        drafts.export(out, target)
         return
     if options.ngrams:
-        ngrams.write(out, options.store.resolve())
+        ngrams.write_table(out, options.store.resolve())
         return
     names = ("layers", "vocab", "mlp", "text_tokens", "minutes", "rate", "batch_tokens", "coupled", "begin_as")
     asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}

@@ -1,4 +1,4 @@
-"""The recipe of a pair: model shapes, training phases, presets, and their checks. Needs no torch."""
+"""The recipe of a pair: model shapes, training phases, presets, and their checks. Does not import torch."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_a_pair_with_a_record_is_read_on_its_held_out_files(tmp_path: Path, caps
         (None, "no training.json"),
         ({"python": "2.7.18", "held_out": ["bisect.py"]}, "those of Python 2.7.18"),
         ({"python": platform.python_version(), "held_out": ["gone.py"]}, "can't read .*gone.py"),
-        ({"python": platform.python_version()}, "not a record"),
+        ({"python": platform.python_version()}, "not the record"),
     ],
 )
 def test_unusable_record_is_a_one_line_error(

@@ -63,19 +63,19 @@ def test_evaluate_finds_the_loss_that_training_recorded(pair: Path, capsys: pyte
 def test_stopped_run_leaves_no_pair_and_resumes_to_the_same_one(
     stage: str, pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from models.training import distill, teacher
+    from models.training import pipeline, teacher
 
     out = tmp_path / "pair"
     with monkeypatch.context() as patch:
         if stage == "teacher":
             patch.setattr(teacher.TeacherCache, "_write", stop)
         else:
-            patch.setattr(distill, "kl_to_teacher", stop)
+            patch.setattr(pipeline, "kl_to_teacher", stop)
         assert train.main(["--out", str(out), *SHORT]) == 130
     assert "stopped; the same command continues" in capsys.readouterr().err
     assert not out.exists()
     assert train.main(["--out", str(out), *SHORT]) == 0
-    assert "target at 64" not in capsys.readouterr().err  # the target was done
+    assert "target, windows of 64" not in capsys.readouterr().err  # the target was done
     for role in ("target", "draft"):
         ours, theirs = (mx.load(str(folder / role / "model.safetensors")) for folder in (out, pair))
         assert all(mx.array_equal(ours[name], theirs[name]).item() for name in theirs)
