@@ -415,6 +415,10 @@ def test_damaged_shard_and_foreign_store_are_refused(tmp_path: Path) -> None:
         ),
         (["--draft", "--target", "t", "--head", "mtp"], "expected one of them"),
         (["--minutes", "3"], "--minutes is for a draft, but this trains a pair; omit it"),
+        (
+            ["--draft", "--target", "t", "--store", "s", "--extra-dir", "x"],
+            "--extra-dir is for a pair or a head, but this trains a draft; omit it",
+        ),
         (["--draft", "--target", "t", "--store", "s", "--export"], "no such path: t"),
     ],
 )
