@@ -29,8 +29,8 @@ from outrider.protocol.errors import InvalidRequest
 from tools.fleet import picture
 from tools.fleet.plan import LOSSES, ROUTINGS, Fleet, Loss, Scaling, Sizes, Traffic
 from tools.fleet.report import describe_difference, describe_loss, table
-from tools.fleet.service import record_service
-from tools.fleet.simulation import Outcome, Simulation
+from tools.fleet.service_rates import measure_service_rates
+from tools.fleet.simulation import FleetResult, Simulation
 from tools.simulation.profile import PROFILES, Profile
 
 PROFILE = PROFILES / "two-macs-ethernet.json"
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _simulate(fleet: Fleet, traffic: Traffic, rounds: bool) -> Outcome:
+def _simulate(fleet: Fleet, traffic: Traffic, rounds: bool) -> FleetResult:
     return Simulation(fleet, traffic, rounds).run(WARM_UP_RATIO * traffic.seconds)
 
 
@@ -85,16 +85,16 @@ def _run_once(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> No
         if second % PROGRESS_SECONDS == 0:
             screen.show(f"second {second:.0f} of {traffic.seconds:.0f}")
 
-    outcome = Simulation(fleet, traffic, options.rounds, loss).run(WARM_UP_RATIO * traffic.seconds, shown)
+    result = Simulation(fleet, traffic, options.rounds, loss).run(WARM_UP_RATIO * traffic.seconds, shown)
     screen.clear()
-    print(table({f"{traffic.rate:g}": outcome}))
+    print(table({f"{traffic.rate:g}": result}))
     without = None
     if loss is not None:
         without = None if options.rounds else _simulate(fleet, traffic, False)
-        print(describe_loss(outcome, loss, without))
+        print(describe_loss(result, loss, without))
     if options.picture:
-        picture.draw_over_time(outcome, loss, options.picture, without)
-    _write(options.out, [outcome])
+        picture.draw_over_time(result, loss, options.picture, without)
+    _write(options.out, [result])
 
 
 def _run_loads(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
@@ -113,20 +113,20 @@ def _find_needed_engines(fleet: Fleet, traffic: Traffic, options: argparse.Names
         load = replace(traffic, rate=rate)
 
         def enough(engines: int, load: Traffic = load) -> bool:
-            outcome = _simulate(replace(fleet, engines=engines), load, options.rounds)
-            return outcome.sums.queued[1] <= MAX_QUEUED_SECONDS
+            result = _simulate(replace(fleet, engines=engines), load, options.rounds)
+            return result.summary.queued[1] <= MAX_QUEUED_SECONDS
 
         least = most = math.ceil(rate / _max_request_rate(fleet, traffic))
         while not enough(most):
             least, most = most + 1, 2 * most
         least = bisect_left(range(most + 1), True, least, most, key=enough)
-        found = _simulate(replace(fleet, engines=least), load, options.rounds).sums
+        found = _simulate(replace(fleet, engines=least), load, options.rounds).summary
         print(f"| {rate:g} | {least} | {found.rate:.0f} | {found.busy:.2f} |", flush=True)
 
 
 def _max_request_rate(fleet: Fleet, traffic: Traffic) -> float:
     """Returns the requests per second that an engine could answer if prompts took no time."""
-    paces = [record_service(fleet, profile, fleet.drafters)[0] for profile in fleet.profiles]
+    paces = [measure_service_rates(fleet, profile, fleet.drafters)[0] for profile in fleet.profiles]
     best = max(pace.rate * (n + 1) for service in paces for n, pace in enumerate(service))
     return best / (traffic.answer.median * math.exp(traffic.answer.sigma**2 / 2))
 
@@ -186,9 +186,9 @@ def _rates(text: str) -> list[float]:
     return [values.check_float("rate", rate, 1e-6, 1e6) for rate in parse_numbers("rates", text, float)]
 
 
-def _write(path: Path | None, outcomes: list[Outcome]) -> None:
+def _write(path: Path | None, results: list[FleetResult]) -> None:
     if path is not None:
-        records = [{"sums": asdict(o.sums), "tokens": sorted(o.tally.tokens.items())} for o in outcomes]
+        records = [{"sums": asdict(r.summary), "tokens": sorted(r.metrics.tokens.items())} for r in results]
         path.write_text(json.dumps(records, indent=1))
 
 

@@ -14,7 +14,7 @@ from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
 from tools.fleet.job import Job
 from tools.fleet.rounds import OnTokens
-from tools.fleet.service import Service, ServicePace
+from tools.fleet.service_rates import ServiceRate, ServiceRates
 
 EPSILON = 1e-6
 
@@ -32,7 +32,7 @@ class RecordedFlow:
     """A flow of tokens. `services` returns the recorded rates for the number of drafters left."""
 
     def __init__(
-        self, world: World, services: Callable[[int], Service], drafters: int, prompt_rate: float, remembers: int,
+        self, world: World, services: Callable[[int], ServiceRates], drafters: int, prompt_rate: float, remembers: int,
         on_tokens: OnTokens, on_complete: Callable[[Job], None],
     ) -> None:  # fmt: skip
         self._world, self._services, self._all = world, services, drafters
@@ -84,7 +84,7 @@ class RecordedFlow:
         forward_ms = decode_ms + piece * self._prompt_ms
         return 1000 * piece / forward_ms, pace.rate * decode_ms / forward_ms
 
-    def _piece_tokens(self, pace: ServicePace, readers: int, decoding: int) -> float:
+    def _piece_tokens(self, pace: ServiceRate, readers: int, decoding: int) -> float:
         if readers > decoding:
             return PREFILL_CHUNK_TOKENS
         return min(
