@@ -1,7 +1,7 @@
-"""Rounds of mode `auto` in arithmetic: the real planner, estimates and proposals; no processes, messages or clock.
+"""Simulates rounds of mode `auto` with the real planner, estimates and proposals; no processes, messages or clock.
 
 A `Server` plays texts under the policy's plans, or under one fixed plan, and feeds the estimates with what the planner
-reports of real rounds. Whether a proposed token is right is drawn by position and drafter, so a text has the same luck
+reports of real rounds. Whether a proposed token is right is drawn by position and drafter, so a text has the same draws
 under every plan. The rounds of several requests are in step. Tokens are positions: the right token at position p is
 p + 1, and wrong ones are negative.
 """
@@ -50,29 +50,29 @@ MIN_MATCH_TOKENS = 2
 
 @dataclass(frozen=True, slots=True)
 class TextKind:
-    """A kind of text. `holds`: how often a token of each drafter is right. `repeats`: the share of tokens that repeat
-    earlier ones, in passages of `passage` tokens on average. `looks_code`: the front takes it for code. `shows`: the
-    prompt repeats itself, too; a prompt to be edited does not, only the answer repeats it."""
+    """A kind of text. `acceptance`: how often a token of each drafter is right. `repeats`: the share of tokens that
+    repeat earlier ones, in passages of `passage` tokens on average. `is_code_like`: the front thread takes it for code.
+    `prompt_repeats`: the prompt repeats itself, too (a prompt to be edited does not; only the answer repeats it)."""
 
     name: str
-    holds: Mapping[str, float]
+    acceptance: Mapping[str, float]
     repeats: float = 0.05
     passage: float = 16.0
-    looks_code: bool = False
-    shows: bool = True
+    is_code_like: bool = False
+    prompt_repeats: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The costs of a machine in milliseconds.
 
-    `own_ms`: a token of each in-process drafter. `all_cores`: the time of a forward on all cores, as a share of one
-    beside a drafter. `noise`: the standard deviation of the logarithm of a round's time; every `outlier`th round takes
-    ten times as long. `cold_ms`: what the first forward of a worker takes in addition.
+    `in_process_ms`: a token of each in-process drafter. `all_cores`: the time of a forward on all cores, as a share of
+    one beside a drafter. `noise`: the standard deviation of the logarithm of a round's time; every `outlier`th round
+    takes ten times as long. `cold_ms`: the additional time of a worker's first forward.
     """
 
     profile: Profile
-    own_ms: Mapping[str, float] = field(default_factory=dict)
+    in_process_ms: Mapping[str, float] = field(default_factory=dict)
     all_cores: float = 1.0
     turnaround_ms: float = 0.3
     noise: float = 0.05
@@ -89,7 +89,7 @@ class Text:
     def __init__(self, kind: TextKind, profile: Profile, length: int, rng: random.Random) -> None:
         self.kind, self.length, self.at = kind, length, 0
         size = length + 2 * ROOM_TOKENS
-        self.right = {drafter: [rng.random() < p for _ in range(size)] for drafter, p in kind.holds.items()}
+        self.right = {drafter: [rng.random() < p for _ in range(size)] for drafter, p in kind.acceptance.items()}
         self.ranks = draw_ranks(profile, size, rng)
         self._starts, self._ends = _draw_passages(kind, size, rng)
         self._chance = [rng.random() for _ in range(size)]
@@ -145,7 +145,7 @@ def _draw_prompt(kind: TextKind, rng: random.Random) -> list[int]:
     """Returns a prompt in which words are as frequent as in a natural text, and passages repeat as in its text."""
     tokens: list[int] = []
     for _ in range(rng.choice((12, 60, 300, 700))):
-        if kind.shows and len(tokens) > 20 and rng.random() < kind.repeats / kind.passage:
+        if kind.prompt_repeats and len(tokens) > 20 and rng.random() < kind.repeats / kind.passage:
             at = rng.randrange(len(tokens) - 10)
             tokens += tokens[at : at + int(kind.passage)]
         tokens.append(int(4000 ** rng.random()))
@@ -160,7 +160,7 @@ class Server:
     planner: Planner
     rng: random.Random
     plan: Arm | None = None
-    slower: float = 1.0
+    drafter_slowdown: float = 1.0
     """How many times as long as in the profile the drafter's work takes."""
     plans: Counter[Arm] = field(default_factory=Counter)
     _forwards: int = 0
@@ -171,7 +171,7 @@ class Server:
         the first `reading` plain ones, and more of others, since prompts are read more slowly beside chains."""
         running, spent, unread = list(texts), 0.0, float(reading)
         for text in running:
-            looks = classify_text(text.prompt, False, text.kind.looks_code)
+            looks = classify_text(text.prompt, False, text.kind.is_code_like)
             text.profile = self.planner.profiles.open(looks, greedy=True)
         self.planner.set_load(len(running), unread > 0)
         while running:
@@ -198,13 +198,13 @@ class Server:
             noise *= 10.0
         resting = plan.leaves_drafters_idle(count)
         verify_ms = self.machine.profile.target(rows) * noise * (self.machine.all_cores if resting else 1.0)
-        own_ms = max(step.own_ms for step in steps)
-        asked = [step.asked_ms for step in steps if step.asked_ms]
+        in_process_ms = max(step.in_process_ms for step in steps)
+        request_waits = [step.request_ms for step in steps if step.request_ms]
         waits = sum(step.wait_ms for step in steps) / count
         if count == 1:
-            round_ms = verify_ms + own_ms + sum(asked) + waits
+            round_ms = verify_ms + in_process_ms + sum(request_waits) + waits
         else:
-            round_ms = max(own_ms + waits + verify_ms + sum(asked) / count, sum(asked))
+            round_ms = max(in_process_ms + waits + verify_ms + sum(request_waits) / count, sum(request_waits))
         hit = plan.mode == "ssd" and all(step.proposal.lookup is Lookup.HIT for step in steps)
         round_ms += 0.0 if plain else self.machine.turnaround_ms * (1.0 if hit else 2.0)
         if not plain:
@@ -213,7 +213,7 @@ class Server:
             self._record_round(text, step, plan, round_ms, verify_ms, count)
             policy.odds = text.profile.odds if count == 1 else policy.odds
             if text.rounds > 1:
-                policy.observe_round(plan, step.kept, round_ms)
+                policy.observe_round(plan, step.committed, round_ms)
         self._last = plan
         return round_ms
 
@@ -225,40 +225,40 @@ class Server:
         """Reports a round as `Planner.on_outcome` does, and lets the draft worker work ahead."""
         e, proposal, profile = self.planner.estimates, step.proposal, text.profile
         nodes = text.accepted(proposal)
-        kept = tuple(range(text.at + 1, text.at + len(nodes) + 2))
-        step.kept, along = len(kept), proposal.count_on_chain(nodes)
+        committed = tuple(range(text.at + 1, text.at + len(nodes) + 2))
+        step.committed, along = len(committed), proposal.count_on_chain(nodes)
         own = proposal.drafter if proposal.source is Origin.HEAD else ""
         drafted = proposal.drafter_nodes
-        e.observe_round(len(kept), round_ms)
+        e.observe_round(len(committed), round_ms)
         if proposal.autonomous:
             e.pipelined_ms.add(count, round_ms)
         else:
             if count == 1:
                 self.planner.profiles.observe(profile, own, len(drafted), along)
             if own:
-                e.in_process[own].observe(len(drafted), along, step.own_ms)
+                e.in_process[own].observe(len(drafted), along, step.in_process_ms)
             else:
                 e.observe_chain(len(drafted), along)
         if proposal.lookup is Lookup.HIT:
             e.observe_turnaround(self.machine.turnaround_ms)
-        self._judge_copy(text, proposal, kept, count)
+        self._judge_copy(text, proposal, committed, count)
         line = proposal.line
-        off_line = kept[:-1] != line[: len(nodes)]
+        off_line = committed[:-1] != line[: len(nodes)]
         text.rounds += 1
-        text.silent += len(kept)
+        text.silent += len(committed)
         text.ahead = (
             self._work_ahead(text, line, len(nodes), off_line, plan, verify_ms, count) if plan.mode == "ssd" else None
         )
 
-    def _judge_copy(self, text: Text, proposal: Proposal, kept: Sequence[int], count: int) -> None:
+    def _judge_copy(self, text: Text, proposal: Proposal, committed: Sequence[int], count: int) -> None:
         """Reports how copies would have done, as `Planner` does."""
         e, profiles, copy, drafted = self.planner.estimates, self.planner.profiles, text.copy, proposal.drafter_nodes
-        held = e.copied.add(copy, kept)
+        held = e.copied.add(copy, committed)
         if count == 1:
-            profiles.observe(text.profile, NGRAM, min(len(copy.chain), len(kept)), held)
+            profiles.observe(text.profile, NGRAM, min(len(copy.chain), len(committed)), held)
         if drafted and copy.chain and proposal.chain[drafted[0]] != copy.chain[0]:
-            e.alternatives.add(copy, kept)
-        text.at += len(kept)
+            e.alternatives.add(copy, committed)
+        text.at += len(committed)
         text.copy, round_ = text.lookup(MAX_COPY_TOKENS), text.copy_round
         if round_ is not None:
             right = round_.right(range(round_.base_len + 1, text.at + 1))
@@ -297,7 +297,7 @@ class Server:
         self._forwards += 1
         cold = self.machine.cold_ms / self._forwards if self._forwards <= 4 else 0.0
         noise = self.rng.lognormvariate(0.0, self.machine.noise)
-        return self.machine.profile.draft(max(rows, 1)) * self.slower * noise + cold
+        return self.machine.profile.draft(max(rows, 1)) * self.drafter_slowdown * noise + cold
 
     def _fan_out(self, chain: int, branches: int) -> Sequence[int]:
         return _fan_out(self.machine.profile, chain, branches)
@@ -315,7 +315,7 @@ class Server:
                 return Step(propose_copy(tail.tokens) if tail.tokens else Proposal(autonomous=True))
             if not should_draft(e, tail, depth, plan.drafter):
                 return Step(propose_copy(tail.tokens))
-            return self._own_chain(text, plan, depth) if plan.drafter else self._requested_chain(text, depth)
+            return self._in_process_chain(text, plan, depth) if plan.drafter else self._requested_chain(text, depth)
         if text.ahead is None:
             return self._after_miss(text, plan, Lookup.NONE)
         lookup, deep, since, missing = text.ahead
@@ -344,13 +344,13 @@ class Server:
         if choice.wait_for:
             return self._requested_chain(text, choice.wait_for, lookup)
         if choice.in_process:
-            return self._own_chain(text, plan, choice.in_process, lookup)
+            return self._in_process_chain(text, plan, choice.in_process, lookup)
         return Step(replace(propose_copy(tail.tokens), lookup=lookup))
 
-    def _own_chain(self, text: Text, plan: Arm, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
+    def _in_process_chain(self, text: Text, plan: Arm, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
         chain = text.chain(plan.drafter, depth)
         proposal = Proposal(chain, Origin.HEAD, lookup, drafter=plan.drafter)
-        return Step(proposal, own_ms=depth * self.machine.own_ms[plan.drafter])
+        return Step(proposal, in_process_ms=depth * self.machine.in_process_ms[plan.drafter])
 
     def _requested_chain(self, text: Text, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
         """Returns a chain on request; a worker that has not drafted for long reads the text first."""
@@ -362,7 +362,7 @@ class Server:
         e.observe_draft(depth, work_ms)
         e.observe_link(link_ms)
         chain = self._extend(text, Proposal(text.chain(DRAFT_WORKER, depth), Origin.DRAFTED, lookup))
-        return Step(chain, asked_ms=work_ms + link_ms + behind)
+        return Step(chain, request_ms=work_ms + link_ms + behind)
 
     def _branch(self, text: Text, depth: int, lookup: Lookup, wait_ms: float) -> Step:
         branch = Proposal(text.chain(DRAFT_WORKER, depth), Origin.PREPARED, lookup)
@@ -379,9 +379,9 @@ class Step:
 
     proposal: Proposal
     wait_ms: float = 0.0
-    asked_ms: float = 0.0
-    own_ms: float = 0.0
-    kept: int = 0
+    request_ms: float = 0.0
+    in_process_ms: float = 0.0
+    committed: int = 0
 
 
 @cache
