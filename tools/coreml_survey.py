@@ -95,7 +95,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tools.coreml_survey", description=__doc__)
     parser.add_argument("--model", required=True, help="the draft: a model directory or a Hugging Face id")
     parser.add_argument("--target", help="measure how much its decoding slows down while the draft runs")
-    parser.add_argument("--predictions", type=int, default=1000)
+    parser.add_argument("--predictions", type=int, default=1000, help="predictions to time per package (default: 1000)")
     options = parser.parse_args()
     try:
         packages = Packages(find_model(options.model).folder)

@@ -1,9 +1,9 @@
-"""Measures how many tokens of heads the target accepts, compared with the tiny draft model at the same K.
+"""Measures how many draft tokens of heads the tiny target accepts, compared with the tiny draft model at the same K.
 
-    python -m tools.heads models/heads/eagle3              # K = 4, T = 0 and 0.8, 16 prompts x 96 tokens
+    python -m tools.heads models/heads/mtp                 # K = 4, T = 0 and 0.8, 16 prompts x 96 tokens
     python -m tools.heads models/heads/* --picture docs/heads.png
 
-All draft chains in the tiny target's process, where heads read its newest rows. Prompts are those of the
+All drafters run in the target's process, where heads read its newest hidden states. Prompts are those of the
 benchmarks, then the beginnings of the files that the first head's training.json lists as held out. No time is measured,
 so the machine may be busy.
 """
@@ -122,10 +122,10 @@ def draw(results: Sequence[HeadResult], path: Path) -> None:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("heads", type=Path, nargs="+", help="folders of heads for the tiny target")
-    parser.add_argument("--depth", type=int, default=4, help="K")
-    parser.add_argument("--temps", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--prompts", type=int, default=8, help="number of benchmark prompts and of held-out files")
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--depth", type=int, default=4, help="draft tokens (default: 4)")
+    parser.add_argument("--temps", type=float, nargs="+", default=[0.0, 0.8], help="temperatures (default: 0 0.8)")
+    parser.add_argument("--prompts", type=int, default=8, help="benchmark prompts, and held-out files (default: 8)")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens per text (default: 96)")
     parser.add_argument("--picture", type=Path, help="also draw a picture here")
 
 

@@ -1,4 +1,4 @@
-"""Prints what each step adds to the paper's policy on a profile's machine, by `simulator.py`'s arithmetic.
+"""Prints the gain of each change of the paper's policy on the machine of a profile, computed by `simulator.py`.
 
 python -m tools.policies tools/simulation/profiles/*.json
 """
@@ -68,7 +68,7 @@ def _line(name: str, result: Result, sd_rate: float, best_rate: float) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE")
+    parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE", help="latency profile")
 
 
 def run(options: argparse.Namespace) -> int:

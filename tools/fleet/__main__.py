@@ -1,4 +1,4 @@
-"""Simulates fleets for planning: the throughput of 100 engines with 1,000 drafters, and the cost of losing a zone.
+"""Simulates fleets for planning, like the throughput of 100 engines with 1,000 drafters, and the cost of losing a zone.
 
     python -m tools.fleet run --rate 12 --seconds 300 --lose zone --at 120 --back 60
     python -m tools.fleet run --rate 12 --seconds 75 --lose zone --at 35 --rounds   # minutes
@@ -40,27 +40,51 @@ MAX_QUEUED_SECONDS = 1.0  # of the p99 in `need`
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("run", "load", "need", "check"))
-    parser.add_argument("--profiles", nargs="+", type=Path, default=[PROFILE], metavar="FILE", help="assigned in turn")
-    parser.add_argument("--engines", type=int, default=100, metavar="N")
-    parser.add_argument("--drafters", type=int, default=10, metavar="N", help="drafters per engine")
-    parser.add_argument("--zones", type=int, default=3, metavar="N")
+    parser.add_argument(
+        "what",
+        choices=("run", "load", "need", "check"),
+        help="one simulation; several rates; the fewest engines for each rate; flow against rounds",
+    )
+    parser.add_argument(
+        "--profiles",
+        nargs="+",
+        type=Path,
+        default=[PROFILE],
+        metavar="FILE",
+        help="latency profiles, assigned to engines in turn",
+    )
+    parser.add_argument("--engines", type=int, default=100, metavar="N", help="engines (default: 100)")
+    parser.add_argument("--drafters", type=int, default=10, metavar="N", help="drafters per engine (default: 10)")
+    parser.add_argument("--zones", type=int, default=3, metavar="N", help="zones (default: 3)")
     parser.add_argument("--spread", action="store_true", help="spread an engine's drafters over all zones")
-    parser.add_argument("--active", type=int, default=4, metavar="N", help="concurrent requests per engine")
-    parser.add_argument("--routing", choices=ROUTINGS, default=ROUTINGS[0])
-    parser.add_argument("--prompt-rate", type=float, default=120.0, metavar="N", help="prompt tokens read per second")
+    parser.add_argument(
+        "--active", type=int, default=4, metavar="N", help="concurrent requests per engine (default: 4)"
+    )
+    parser.add_argument(
+        "--routing",
+        choices=ROUTINGS,
+        default=ROUTINGS[0],
+        help="how an engine is chosen for a request (default: power-of-two)",
+    )
+    parser.add_argument(
+        "--prompt-rate", type=float, default=120.0, metavar="N", help="prompt tokens per second (default: 120)"
+    )
     parser.add_argument("--scale", metavar="LEAST:MOST:EACH", help="scale engines by requests, like Ray Serve")
-    parser.add_argument("--rate", type=float, default=12.0, metavar="N", help="requests per second")
+    parser.add_argument("--rate", type=float, default=12.0, metavar="N", help="requests per second (default: 12)")
     parser.add_argument("--rates", default="2,6,10,12,14,16,18", metavar="N,N", help="rates of load, need and check")
-    parser.add_argument("--seconds", type=float, default=300.0, metavar="S")
-    parser.add_argument("--prompt", type=int, default=150, metavar="N", help="median prompt tokens that a turn adds")
-    parser.add_argument("--answer", type=int, default=120, metavar="N", help="median tokens of an answer")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--lose", choices=LOSSES)
-    parser.add_argument("--at", type=float, default=120.0, metavar="S")
+    parser.add_argument("--seconds", type=float, default=300.0, metavar="S", help="simulated time (default: 300)")
+    parser.add_argument(
+        "--prompt", type=int, default=150, metavar="N", help="median new prompt tokens per turn (default: 150)"
+    )
+    parser.add_argument(
+        "--answer", type=int, default=120, metavar="N", help="median tokens of an answer (default: 120)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the traffic (default: 0)")
+    parser.add_argument("--lose", choices=LOSSES, help="lose a zone, or only its drafters")
+    parser.add_argument("--at", type=float, default=120.0, metavar="S", help="time of the loss (default: 120)")
     parser.add_argument("--back", type=float, metavar="S", help="seconds from the loss to the return (default: never)")
     parser.add_argument("--rounds", action="store_true", help="run the real rounds in each engine")
-    parser.add_argument("--picture", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw a picture here")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results here as JSON")
 
 

@@ -128,12 +128,12 @@ class VirtualEngineRun:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--profile", type=Path, default=PROFILE, metavar="FILE")
+    parser.add_argument("--profile", type=Path, default=PROFILE, metavar="FILE", help="latency profile")
     parser.add_argument("--slower", type=float, default=1.0, metavar="TIMES", help="multiplies the profile's times")
     parser.add_argument("--requests", type=int, default=12, metavar="N", help="requests per phase")
     parser.add_argument("--gap", type=float, default=1.5, metavar="S", help="mean gap between random requests")
     parser.add_argument("--hop-ms", type=float, default=0.3, metavar="MS", help="virtual time of a message, one way")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the requests (default: 0)")
 
 
 def run(options: argparse.Namespace) -> int:
