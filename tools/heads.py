@@ -11,13 +11,13 @@ so the machine may be busy.
 from __future__ import annotations
 
 import argparse
-import json
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from models.training.corpus import standard_library
+from models.training.record import read_held_out
 from outrider.bench import picture
 from outrider.bench.comparison.runs import Interval, bootstrap
 from outrider.orchestrator.cli import run_as_program
@@ -82,13 +82,10 @@ def measure(head: Path | None, prompts: Sequence[Sequence[int]], options: argpar
     return results
 
 
-def read_held_out(head: Path, count: int) -> list[str]:
+def held_out_beginnings(head: Path, count: int) -> list[str]:
     """Returns the beginnings of up to `count` library files that the head was not trained on; none without a record."""
-    record = head / "training.json"
-    if not record.is_file():
-        return []
-    library = Path(sysconfig.get_path("stdlib"))
-    files = [library / name for name in json.loads(record.read_text(encoding="utf-8"))["held_out"]]
+    held_out = read_held_out(head)
+    files = [standard_library() / name for name in held_out.names] if held_out is not None else []
     texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
     return [text[:_BEGINNING_CHARACTERS] for text in texts if len(text) > _BEGINNING_CHARACTERS][:count]
 
@@ -133,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
     if options.picture is not None:
         ensure_writable(options.picture.parent, "choose another --picture")
     options.screen = Screen()
-    texts = [prompt.text for prompt in mixed(options.prompts)] + read_held_out(options.heads[0], options.prompts)
+    texts = [prompt.text for prompt in mixed(options.prompts)] + held_out_beginnings(options.heads[0], options.prompts)
     prompts = [default_codec().encode(text) for text in texts]
     results = [result for head in (None, *options.heads) for result in measure(head, prompts, options)]
     options.screen.clear()
