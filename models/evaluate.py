@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from models.training.corpus import python_files, standard_library
 from models.training.progress import Progress
 from models.training.record import read_held_out
-from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
+from outrider.orchestrator import cli
+from outrider.protocol.errors import InvalidRequest, ModelError
 
 _HERE = Path(__file__).resolve().parent
 
@@ -55,15 +56,14 @@ class Comparison:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, and returns the exit code."""
-    options = _parser().parse_args(arguments)
-    try:
-        _check(options)
-        texts = _named_texts(options.text) if options.text else _held_out_texts(options.pair)
-        comparison = _compare(options, texts)
-    except OutriderError as error:
-        sys.stderr.write(f"evaluate: {error}\n")
-        return error.exit_code
-    sys.stdout.write(_report(comparison, options.temp))
+    return cli.run("evaluate", lambda: sys.modules[__name__], sys.argv[1:] if arguments is None else arguments)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Evaluates the pair, and prints the estimates."""
+    _check(options)
+    texts = _named_texts(options.text) if options.text else _held_out_texts(options.pair)
+    sys.stdout.write(_report(_compare(options, texts), options.temp))
     return 0
 
 
@@ -189,7 +189,10 @@ def _report(comparison: Comparison, temps: Sequence[float]) -> str:
         ("target loss, nats per token", comparison.target_loss),
         ("draft loss, nats per token", comparison.draft_loss),
         ("same best token (T = 0)", comparison.agreement),
-        *((f"sum min(p, q) at T = {temp:g}", found) for temp, found in zip(temps, comparison.overlaps, strict=True)),
+        *(
+            (f"sum min(p, q) at T = {temp:g}", overlap)
+            for temp, overlap in zip(temps, comparison.overlaps, strict=True)
+        ),
     ]
     lines = [f"{name:28} {_format(estimate)}" for name, estimate in rows]
     return "\n".join([f"{comparison.tokens:,} tokens; mean and standard error over windows", *lines]) + "\n"
@@ -199,10 +202,7 @@ def _format(estimate: Estimate) -> str:
     return f"{estimate.mean:.3f}" + (f" +- {estimate.error:.3f}" if not math.isnan(estimate.error) else "")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="evaluate", description="Measure the held-out loss and the acceptance rate of a pair."
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pair", type=Path, default=_HERE, help="folder with target/ and draft/ (default: models)")
     parser.add_argument("--target", type=Path, help="folder of the target (default: PAIR/target)")
     parser.add_argument("--draft", type=Path, help="folder of the draft (default: PAIR/draft)")
@@ -217,7 +217,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--temp", type=float, nargs="+", default=[0.8, 1.0], help="temperatures above 0 (default: 0.8 1.0)"
     )
-    return parser
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ if __package__ in (None, ""):  # run by its path: the checkout is one folder up
 
 from models.training.heads.recipe import KINDS, HeadRecipe
 from models.training.recipe import PRESETS, preset
+from outrider.orchestrator import cli
 from outrider.protocol.errors import InvalidRequest, OutriderError
 
 _TARGET_FLAGS = ("target", "store", "text_tokens", "vocab", "rate")
@@ -33,18 +34,23 @@ _FLAGS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line, and returns the exit code."""
-    options = _parser().parse_args(arguments)
+    return cli.run("train", lambda: sys.modules[__name__], sys.argv[1:] if arguments is None else arguments)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trains what the flags say."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     kind = "draft" if options.draft else "pair" if options.head is None else "head"
+    _check(options, kind)
     try:
-        _check(options, kind)
         {"pair": _train_pair, "head": _train_head, "draft": _train_draft}[kind](options, options.out.resolve())
     except ModuleNotFoundError as error:
-        return _fail(f"training needs {error.name}, which is not installed; run: pip install -e '.[train]'", 1)
-    except OutriderError as error:
-        return _fail(str(error), error.exit_code)
+        raise OutriderError(
+            f"training needs {error.name}, which is not installed; run: pip install -e '.[train]'"
+        ) from error
     except KeyboardInterrupt:
-        return _fail("stopped; the same command continues from the last checkpoint", 130)
+        sys.stderr.write("train: stopped; the same command continues from the last checkpoint\n")
+        return cli.INTERRUPTED_EXIT_CODE
     result = "table of n-grams" if options.ngrams else kind
     sys.stderr.write("the text is complete\n" if options.text_only else f"the {result} is in {options.out}\n")
     return 0
@@ -118,15 +124,7 @@ def _layer_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers; expected numbers like 0,1,-1") from None
 
 
-def _fail(sentence: str, code: int) -> int:
-    sys.stderr.write(f"train: {sentence}\n")
-    return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="train", description="Train a model pair on Python source, or a head or a draft model for a target."
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to create (with --ngrams: file)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default: 0)")
     parser.add_argument(
@@ -184,7 +182,6 @@ def _parser() -> argparse.ArgumentParser:
     instead.add_argument(
         "--ngrams", action="store_true", help="write the n-grams of --store, or of the stores in it, to the file --out"
     )
-    return parser
 
 
 if __name__ == "__main__":

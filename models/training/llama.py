@@ -158,8 +158,9 @@ def sample(logits: Tensor, temps: Tensor, generator: torch.Generator) -> Tensor:
 
 def top_log_probs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns ids and log-probabilities [..., count] of the most likely tokens, most likely first."""
-    top = logits.float().topk(count, dim=-1)
-    return top.indices, top.values - logits.float().logsumexp(dim=-1, keepdim=True)
+    logits = logits.float()
+    top = logits.topk(count, dim=-1)
+    return top.indices, top.values - logits.logsumexp(dim=-1, keepdim=True)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

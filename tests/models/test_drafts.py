@@ -160,11 +160,11 @@ def test_generation_resumes_after_the_last_shard_when_its_writer_was_killed(
     asked = prompts.Prompts(text.load_snippets(tmp_path), seed=0)
     tmp_path /= "answers"
 
-    def killed(store: Store, answers: Any) -> None:
+    def killed(store: Store, samples: Any) -> None:
         if len(list(tmp_path.glob("shard-*"))) == 2:
             (tmp_path / "shard-00000099.safetensors.new").write_bytes(b"half of a sh")
             raise KeyboardInterrupt
-        original(store, answers)
+        original(store, samples)
 
     monkeypatch.setattr(Store, "add", killed)
     with pytest.raises(KeyboardInterrupt):
@@ -175,30 +175,30 @@ def test_generation_resumes_after_the_last_shard_when_its_writer_was_killed(
     begun = again.next_number
     text.generate(again, model, chat, asked, slots=4, shard=4, is_enough=lambda number: number >= begun + 2)
     kept = Store(tmp_path, FORM).samples
-    assert {answer.number for answer in kept[8:]} <= {begun, begun + 1} and len(kept) > 8
-    assert len({(answer.number, answer.temp) for answer in kept}) == len(kept)
+    assert {sample.number for sample in kept[8:]} <= {begun, begun + 1} and len(kept) > 8
+    assert len({(sample.number, sample.temp) for sample in kept}) == len(kept)
 
 
 def test_stored_probabilities_of_an_answer_are_the_targets(target: Path) -> None:
     model = load_target(target, CPU, torch.float32)
-    questions = [
+    token_prompts = [
         TokensPrompt(0, "chat", (0.0, 0.8), list(range(3, 20)), 12),
         TokensPrompt(1, "plain", (), list(range(5, 40)), 0),
         TokensPrompt(2, "code", (0.8,), list(range(60, 70)), 5),
     ]
-    waiting = iter(questions)
+    waiting = iter(token_prompts)
     found = list(
         BatchGenerator(model, slots=2, length=64, eos=frozenset({0}), top=8, seed=0).samples(
             lambda: next(waiting, None)
         )
     )
-    assert sorted((answer.number, answer.temp) for answer in found) == [(0, 0.0), (0, 0.8), (1, 0.0), (2, 0.8)]
-    for answer in found:
+    assert sorted((sample.number, sample.temp) for sample in found) == [(0, 0.0), (0, 0.8), (1, 0.0), (2, 0.8)]
+    for sample in found:
         with torch.no_grad():
-            own = torch.log_softmax(model(answer.tokens[None].long())[0, -len(answer.ids) :], dim=-1)
-        assert torch.allclose(own.gather(1, answer.ids.long()), answer.log_probs.float(), atol=0.02)
-        if answer.temp == 0 and answer.kind != "plain":
-            assert answer.tokens[answer.prompt_length :].tolist() == own.argmax(dim=-1)[:-1].tolist()
+            own = torch.log_softmax(model(sample.tokens[None].long())[0, -len(sample.ids) :], dim=-1)
+        assert torch.allclose(own.gather(1, sample.ids.long()), sample.log_probs.float(), atol=0.02)
+        if sample.temp == 0 and sample.kind != "plain":
+            assert sample.tokens[sample.prompt_length :].tolist() == own.argmax(dim=-1)[:-1].tolist()
 
 
 def test_an_open_message_is_completed_by_the_target_and_then_answered(target: Path) -> None:
@@ -207,13 +207,13 @@ def test_an_open_message_is_completed_by_the_target_and_then_answered(target: Pa
         patch.setattr(batch_generator, "_MAX_MESSAGE_TOKENS", 6)  # if it does not end by itself
         waiting = iter([TokensPrompt(0, "chat", (0.0,), list(range(20, 30)), 5, follows)])
         made = BatchGenerator(model, slots=1, length=64, eos=frozenset({end}), top=8, seed=0)
-        (answer,) = made.samples(lambda: next(waiting, None))
-    tokens = answer.tokens.tolist()[answer.prompt_length :]
+        (sample,) = made.samples(lambda: next(waiting, None))
+    tokens = sample.tokens.tolist()[sample.prompt_length :]
     at = tokens.index(follows[0])
     assert at <= 6 and tuple(tokens[at : at + 3]) == follows
-    assert len(answer.ids) == len(tokens) + 1
+    assert len(sample.ids) == len(tokens) + 1
     with torch.no_grad():
-        own = model(answer.tokens[None].long())[0].argmax(dim=-1)[answer.prompt_length - 1 :].tolist()
+        own = model(sample.tokens[None].long())[0].argmax(dim=-1)[sample.prompt_length - 1 :].tolist()
     assert tokens[at + 3 :] == own[at + 3 : -1]  # the answer is at T = 0
 
 
@@ -222,9 +222,9 @@ def test_every_other_prompt_leaves_its_message_open(target: Path, tmp_path: Path
     made = [asked.get(number) for number in range(204)]
     assert sum(prompt.is_open for prompt in made) == 96  # of the 192 that are answered
     assert {prompt.kind for prompt in made if prompt.is_open} == set(prompts.KINDS)
-    questions = [ChatTokenizer(target).tokenize(prompt) for prompt in made]
-    assert all(bool(question.suffix) == prompt.is_open for question, prompt in zip(questions, made, strict=True))
-    assert {temp for question in questions if question.suffix for temp in question.temps} == {0.0, 0.8}
+    token_prompts = [ChatTokenizer(target).tokenize(prompt) for prompt in made]
+    assert all(bool(tokens.suffix) == prompt.is_open for tokens, prompt in zip(token_prompts, made, strict=True))
+    assert {temp for tokens in token_prompts if tokens.suffix for temp in tokens.temps} == {0.0, 0.8}
 
 
 def test_held_out_prompts_are_not_trained_on(tmp_path: Path) -> None:
@@ -303,10 +303,10 @@ def test_a_chat_template_runs_in_a_sandbox(target: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("best", [1.0, 1.2])
-def test_finished_draft_is_as_sure_as_agrees_best(
+def test_logits_of_the_finished_draft_are_scaled_for_the_best_agreement(
     run_folder: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: float
 ) -> None:
-    """Each time from the draft as trained, not from the sharpened one; its best tokens stay what they are."""
+    """Each time relative to the trained draft, not to the one that is scaled already."""
     shutil.copytree(run_folder, tmp_path / "run")
     work, out = tmp_path / "run" / "draft.partial", tmp_path / "run" / "draft"
     trained = torch.load(work / "best.pt", weights_only=True)["mean"]["lens"]
@@ -389,14 +389,14 @@ def test_answers_to_one_prompt_may_lie_in_several_shards(tmp_path: Path) -> None
     log_probs, ids = torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.int32)
     for temp in (0.0, 0.8):
         Store(tmp_path, FORM).add([Sample(7, "chat", temp, 1, torch.zeros(3, dtype=torch.int32), ids, log_probs)])
-    assert [answer.temp for answer in Store(tmp_path, FORM).samples] == [0.0, 0.8]
+    assert [sample.temp for sample in Store(tmp_path, FORM).samples] == [0.0, 0.8]
 
 
 def test_damaged_shard_and_foreign_store_are_refused(tmp_path: Path) -> None:
-    answer = Sample(
+    sample = Sample(
         0, "chat", 0.0, 1, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4)
     )
-    Store(tmp_path, FORM).add([answer])
+    Store(tmp_path, FORM).add([sample])
     with pytest.raises(InvalidRequest, match="another target"):
         Store(tmp_path, StoreIdentity("other", "text", 0, 4))
     next(tmp_path.glob("shard-*")).write_bytes(b"half")
