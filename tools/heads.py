@@ -50,7 +50,7 @@ class HeadResult:
         """The share of chains whose tokens were accepted up to each position, of the chains that reach it."""
         accepted = _sum_columns([t.accepted_by_position for t in self.rounds])
         drafted = _sum_columns([t.drafted_by_position for t in self.rounds])
-        return [held / tried for held, tried in zip(accepted, drafted, strict=False) if tried]
+        return [some / all_ for some, all_ in zip(accepted, drafted, strict=False) if all_]
 
 
 def _sum_columns(counts: Sequence[Sequence[int]]) -> list[int]:

@@ -189,7 +189,7 @@ def run_scenario(
     abilities = Abilities(all_cores=scenario.machine.all_cores != 1, drafters=scenario.own)
     found = planner.Planner(round_settings(DEPTH, BRANCHES), tunings, memory, lambda: abilities)
     server = Server(scenario.machine, found, random.Random(seed + 1), plan)
-    played = ScenarioResult(plans=server.plans)
+    result = ScenarioResult(plans=server.plans)
     for number, at_once in enumerate(scenario.concurrency):
         second = number >= len(scenario.concurrency) / 2
         server.drafter_slowdown = scenario.drafter_slowdown[second]
@@ -199,10 +199,10 @@ def run_scenario(
         lengths = [round(scenario.tokens * rng.uniform(0.5, 1.5)) for _ in range(at_once)]
         texts = [Text(kind, scenario.machine.profile, length, rng) for length in lengths]
         group = kind.name, at_once, second and scenario.drafter_slowdown[0] != scenario.drafter_slowdown[1]
-        played.spent[group] += server.play(texts, 4)
+        result.spent[group] += server.play(texts, 4)
     if tunings == () and memory == () and plan is None:
-        played.learned = found.learned()
-    return played
+        result.learned = found.learned()
+    return result
 
 
 def fixed_plans(scenario: Scenario) -> Iterator[Arm]:
@@ -226,9 +226,9 @@ class BestArms:
 
 
 def find_best_arms(scenario: Scenario, seed: int) -> BestArms:
-    played = {plan: run_scenario(scenario, seed, plan).spent for plan in fixed_plans(scenario)}
-    best = {group: min(spent[group] for spent in played.values()) for group in next(iter(played.values()))}
-    rates = {plan: 1000 / sum(spent.values()) for plan, spent in played.items()}
+    by_plan = {plan: run_scenario(scenario, seed, plan).spent for plan in fixed_plans(scenario)}
+    best = {group: min(spent[group] for spent in by_plan.values()) for group in next(iter(by_plan.values()))}
+    rates = {plan: 1000 / sum(spent.values()) for plan, spent in by_plan.items()}
     tunings: tuple[Tuning, ...] = ()
     memory: tuple[Tuning, ...] = ()
     if scenario.tuned in ("right", "wrong"):
@@ -279,8 +279,8 @@ def measure_scenario(task: Task) -> tuple[float, Counter[Arm]]:
     """Returns the share of the best arms' rate that `auto` reaches, and its plans."""
     changed, scenario, seed, known = task
     use_constants(changed)
-    played = run_scenario(SCENARIOS[scenario], seed, None, known.tunings, known.memory)
-    return sum(known.best.values()) / sum(played.spent.values()), played.plans
+    result = run_scenario(SCENARIOS[scenario], seed, None, known.tunings, known.memory)
+    return sum(known.best.values()) / sum(result.spent.values()), result.plans
 
 
 def _find_best_arms(place: tuple[int, int]) -> BestArms:

@@ -78,7 +78,7 @@ def _measure_pace(
         before, rows, forwards, began = received[0], rounds.rows, rounds.forwards, world.now
         while world.now < LEARNING_SECONDS + MEASURED_SECONDS:
             world.step()
-    tokens, seconds, made = received[0] - before, world.now - began, rounds.forwards - forwards
-    chains = rounds.rows - rows > 1.5 * made * at_once
+    tokens, seconds, forwards = received[0] - before, world.now - began, rounds.forwards - forwards
+    chains = rounds.rows - rows > 1.5 * forwards * at_once
     share = READING_SHARE_WITH_CHAINS if chains else READING_SHARE
-    return ServiceRate(tokens / seconds / at_once, 1000 * seconds / made, share), rounds.learned()
+    return ServiceRate(tokens / seconds / at_once, 1000 * seconds / forwards, share), rounds.learned()

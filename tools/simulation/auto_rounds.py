@@ -103,9 +103,9 @@ class Text:
     def chain(self, drafter: str, length: int) -> tuple[int, ...]:
         """Returns a drafter's chain: wrong from its first error on."""
         right = self.right[drafter]
-        held = next((i for i in range(length) if not right[self.at + i]), length)
+        correct = next((i for i in range(length) if not right[self.at + i]), length)
         mark = -1 - list(self.right).index(drafter) * 10**6
-        return tuple(self.at + i + 1 if i < held else mark - self.at - i for i in range(length))
+        return tuple(self.at + i + 1 if i < correct else mark - self.at - i for i in range(length))
 
     def lookup(self, length: int, then: Sequence[int] = ()) -> Copy:
         """Stands for `NgramIndex.lookup`: copies hold to the end of a repeated passage."""
@@ -114,12 +114,12 @@ class Text:
             return Copy()
         start, end = self._starts[at], self._ends[at]
         if end and at - start >= MIN_MATCH_TOKENS:
-            matched, held = min(at - start, MAX_MATCH_TOKENS), end - at
+            matched, correct = min(at - start, MAX_MATCH_TOKENS), end - at
         elif self._chance[at] < 0.35:
-            matched, held = MIN_MATCH_TOKENS, int(self._chance[at] < 0.08)
+            matched, correct = MIN_MATCH_TOKENS, int(self._chance[at] < 0.08)
         else:
             return Copy()
-        return Copy(tuple(at + i + 1 if i < held else -(10**8) - at - i for i in range(length)), matched)
+        return Copy(tuple(at + i + 1 if i < correct else -(10**8) - at - i for i in range(length)), matched)
 
     def accepted(self, proposal: Proposal) -> tuple[int, ...]:
         """Returns the accepted nodes."""
@@ -253,9 +253,9 @@ class Server:
     def _judge_copy(self, text: Text, proposal: Proposal, committed: Sequence[int], count: int) -> None:
         """Reports how copies would have done, as `Planner` does."""
         e, profiles, copy, drafted = self.planner.estimates, self.planner.profiles, text.copy, proposal.drafter_nodes
-        held = e.copied.add(copy, committed)
+        correct = e.copied.add(copy, committed)
         if count == 1:
-            profiles.observe(text.profile, NGRAM, min(len(copy.chain), len(committed)), held)
+            profiles.observe(text.profile, NGRAM, min(len(copy.chain), len(committed)), correct)
         if drafted and copy.chain and proposal.chain[drafted[0]] != copy.chain[0]:
             e.alternatives.add(copy, committed)
         text.at += len(committed)

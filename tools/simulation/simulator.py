@@ -84,10 +84,10 @@ class Work:
         """Returns when the drafter handles a message that arrives at `at`, after the current forward, and how many
         forwards have ended by then."""
         done = self.done(at)
-        begun = self.ends[done - 1] if done else self.start
-        if done == len(self.ends) or at == begun:
+        started = self.ends[done - 1] if done else self.start
+        if done == len(self.ends) or at == started:
             return max(at, self.start), done
-        return (self.start, 0) if at < begun else (self.ends[done], done + 1)
+        return (self.start, 0) if at < started else (self.ends[done], done + 1)
 
 
 @dataclass(frozen=True, slots=True)
