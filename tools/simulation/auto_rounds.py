@@ -20,6 +20,7 @@ from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextProfile, classify_text
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import (
+    CopiedTail,
     CopyRound,
     Lookup,
     Proposal,
@@ -80,6 +81,17 @@ class Machine:
     cold_ms: float = 20.0
 
 
+@dataclass(frozen=True, slots=True)
+class BranchState:
+    """The work ahead for an outcome at the end of a verify: whether it has a branch (`lookup`), the branch's depth, the
+    milliseconds since the last push, and how many pushes are `missing` until it has one."""
+
+    lookup: Lookup
+    depth: int
+    since_ms: float
+    missing: int
+
+
 class Text:
     """One text and its random outcomes, generated up to position `at`; the server sets its `profile`."""
 
@@ -94,7 +106,7 @@ class Text:
         self._starts, self._ends = _draw_passages(kind, size, rng)
         self._chance = [rng.random() for _ in range(size)]
         self.prompt = _draw_prompt(kind, rng)
-        self.ahead: tuple[Lookup, int, float, int] | None = None  # lookup, depth, ms since last push, missing pushes
+        self.branch: BranchState | None = None
         self.rounds = self.covered = 0
         self.copy = self.lookup(MAX_COPY_TOKENS)
         self.copy_round: CopyRound | None = None
@@ -246,7 +258,7 @@ class Server:
         off_line = committed[:-1] != line[: len(nodes)]
         text.rounds += 1
         text.silent += len(committed)
-        text.ahead = (
+        text.branch = (
             self._work_ahead(text, line, len(nodes), off_line, plan, verify_ms, count) if plan.mode == "ssd" else None
         )
 
@@ -271,9 +283,8 @@ class Server:
 
     def _work_ahead(
         self, text: Text, line: Sequence[int], accepted: int, off_line: bool, plan: Arm, verify_ms: float, count: int
-    ) -> tuple[Lookup, int, float, int]:
-        """Lets the draft worker work ahead during a verify. Returns whether the outcome has a branch, its depth, the
-        time since the last push, and how many pushes are missing until it has one."""
+    ) -> BranchState:
+        """Simulates the draft worker's work ahead during a verify."""
         e, profile = self.planner.estimates, self.machine.profile
         branches = max(plan.branches, 1)
         step_ms = self._draft_ms(branches * count)
@@ -291,7 +302,7 @@ class Server:
             e.observe_depth(branches, step_ms)
         text.covered = branches if pushes > late else 0
         since = max(window - pushes * step_ms, 0.0)
-        return (Lookup.HIT if found else Lookup.MISS), depth, since, max(1 + late - pushes, 0)
+        return BranchState(Lookup.HIT if found else Lookup.MISS, depth, since, max(1 + late - pushes, 0))
 
     def _draft_ms(self, rows: int) -> float:
         self._forwards += 1
@@ -316,21 +327,25 @@ class Server:
             if not should_draft(e, tail, depth, plan.drafter):
                 return Step(propose_copy(tail.tokens))
             return self._in_process_chain(text, plan, depth) if plan.drafter else self._requested_chain(text, depth)
-        if text.ahead is None:
+        if text.branch is None:
             return self._after_miss(text, plan, Lookup.NONE)
-        lookup, deep, since, missing = text.ahead
+        e.observe_lookup(text.branch.lookup is Lookup.HIT, text.covered)
         step_ms = self._draft_ms(max(plan.branches, 1) * count)
-        e.observe_lookup(lookup is Lookup.HIT, text.covered)
-        if lookup is Lookup.HIT and deep > 0:
+        return self._look_up(text, text.branch, plan, tail, step_ms)
+
+    def _look_up(self, text: Text, branch: BranchState, plan: Arm, tail: CopiedTail, step_ms: float) -> Step:
+        """Decides what a text verifies after the draft worker has worked ahead. `step_ms`: between two pushes."""
+        e, depth, deep, since_ms = self.planner.estimates, plan.depth, branch.depth, branch.since_ms
+        if branch.lookup is Lookup.HIT and deep > 0:
             wait_ms = 0.0
-            while deep < depth and should_wait_for_token(e, deep, since):
-                wait_ms, since, deep = wait_ms + max(step_ms - since, 0.0), 0.0, deep + 1
+            while deep < depth and should_wait_for_token(e, deep, since_ms):
+                wait_ms, since_ms, deep = wait_ms + max(step_ms - since_ms, 0.0), 0.0, deep + 1
             return self._branch(text, deep, Lookup.GROWN if wait_ms else Lookup.HIT, wait_ms)
-        if missing:
+        if branch.missing:
             choice = choose_fallback(e, tail, depth, True, plan.drafter)
-            wait_ms = missing * step_ms - since
-            if should_wait_for_branch(e, choice, depth, max(missing * e.depth_ms() - since, 0.0)):
-                if lookup is Lookup.HIT:
+            wait_ms = branch.missing * step_ms - since_ms
+            if should_wait_for_branch(e, choice, depth, max(branch.missing * e.depth_ms() - since_ms, 0.0)):
+                if branch.lookup is Lookup.HIT:
                     return self._branch(text, 1, Lookup.LATE, wait_ms)
                 step = self._after_miss(text, plan, Lookup.MISS)
                 step.wait_ms += wait_ms
