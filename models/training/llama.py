@@ -144,16 +144,11 @@ def decode_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 def sample(logits: Tensor, temps: Tensor, generator: torch.Generator) -> Tensor:
     """Samples a token for each row of logits [N, vocab] at its temperature of `temps` [N]; the most likely one at 0.
 
-    This is faster than torch.multinomial, which draws a random number for every token of the vocabulary.
+    Computes argmax(logits + T * Gumbel noise), which takes less time than torch.multinomial.
     """
-    tokens = logits.argmax(dim=-1)
-    warm = temps > 0
-    if bool(warm.any()):
-        sums = (logits[warm] / temps[warm, None]).softmax(dim=-1).double().cumsum(dim=-1)
-        drawn = torch.rand(len(sums), 1, dtype=sums.dtype, device=sums.device, generator=generator)
-        sampled = torch.searchsorted(sums, drawn * sums[:, -1:], right=True)
-        tokens[warm] = sampled[:, 0].clamp(max=sums.shape[1] - 1)
-    return tokens
+    uniform = torch.rand(logits.shape, generator=generator, device=logits.device).clamp_(min=1e-30)
+    negative_noise = uniform.log_().neg_().log_().mul_(temps[:, None])  # exponential_ takes ten times as long
+    return negative_noise.sub_(logits).argmin(dim=-1)
 
 
 def top_log_probs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -112,6 +112,19 @@ def test_interrupted_loop_ends_with_the_weights_of_an_unbroken_one(torch: Any, t
         assert torch.equal(trained(tmp_path / f"{stop_at}.pt", None), expected)
 
 
+def test_tokens_are_sampled_by_their_probabilities_at_each_temperature(torch: Any) -> None:
+    from models.training.llama import sample
+
+    logits = torch.tensor([2.0, 1.0, 0.5, -1.0, 1.9])
+    temps = torch.tensor([0.0, 0.8, 1.5]).repeat_interleave(20_000)
+    tokens = sample(logits.repeat(len(temps), 1), temps, torch.Generator().manual_seed(0))
+    cold, *warm = tokens.view(3, -1)
+    assert (cold == 0).all()
+    for temp, drawn in zip((0.8, 1.5), warm, strict=True):
+        shares = torch.bincount(drawn, minlength=5) / len(drawn)
+        assert torch.allclose(shares, (logits / temp).softmax(-1), atol=0.02)
+
+
 def test_the_exported_model_computes_as_the_trained_one(torch: Any, tmp_path: Path) -> None:
     from models.training.export import write_model
     from models.training.llama import Llama
