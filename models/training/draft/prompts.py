@@ -245,6 +245,8 @@ class Prompts:
         self._subjects, self._tasks = (
             tuple(entry for entry in entries if _is_held_out(entry) == held_out) for entries in (_SUBJECTS, _TASKS)
         )
+        makers = (self._chat, self._code, self._mathematics, self._summary, self._extraction, self._editing)
+        self._makers: dict[str, Callable[[np.random.Generator], str]] = dict(zip(KINDS, makers, strict=True))
 
     def get(self, number: int) -> Prompt:
         """Returns a prompt. The kinds alternate; one training prompt in 17 is plain text, and every other one is
@@ -255,7 +257,7 @@ class Prompts:
         kind = KINDS[number % len(KINDS)]
         if not self._held_out and number // len(KINDS) % 2:
             return Prompt(number, kind, self._opening(kind, rng), is_open=True)
-        make: Callable[[np.random.Generator], str] = getattr(self, f"_{kind}")
+        make = self._makers[kind]
         text = make(rng)
         while kind in ("mathematics", "extraction") and _is_held_out(text) != self._held_out:  # made of numbers
             text = make(rng)
