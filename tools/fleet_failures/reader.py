@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from outrider.bench.comparison.runs import Arrival
+from tools.web.streams import read_events
 
 PATH, TIMEOUT_SECONDS, RETRY_SECONDS = "/v1/completions", 60.0, 0.05
 MAX_INTERRUPTIONS = 200
@@ -116,13 +117,13 @@ def stream_events(ingress: str, body: dict[str, Any], session: str = "") -> Iter
         answer = connection.getresponse()
         if answer.status != 200:
             raise IncompleteResponse(f"{answer.status}: {answer.read(400).decode(errors='replace')}")
-        while not (line := answer.readline()).startswith(b"data: [DONE]"):
-            if not line:
-                raise IncompleteResponse("the stream ended before its text")
-            if line.startswith(b"data: "):
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise IncompleteResponse(str(event["error"]["message"]))
-                yield event
+        for data in read_events(answer):
+            if data.startswith(b"[DONE]"):
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise IncompleteResponse(str(event["error"]["message"]))
+            yield event
+        raise IncompleteResponse("the stream ended before its text")
     finally:
         connection.close()

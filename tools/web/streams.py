@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,11 +49,14 @@ class CompletionsClient:
         response = self._connection.getresponse()
         if response.status != 200:
             raise WorkerError(f"HTTP answered {response.status}: {response.read().decode()}; expected 200")
-        events: list[tuple[float, bytes]] = []
-        while line := response.readline():
-            if line.startswith(b"data: "):
-                events.append((time.perf_counter(), line[6:]))
-        return parse_stream(sent, events)
+        return parse_stream(sent, [(time.perf_counter(), data) for data in read_events(response)])
+
+
+def read_events(response: HTTPResponse) -> Iterator[bytes]:
+    """Yields the data of each server-sent event when it arrives, until the connection ends."""
+    while line := response.readline():
+        if line.startswith(b"data: "):
+            yield line[6:]
 
 
 def parse_stream(sent: float, events: list[tuple[float, bytes]]) -> StreamTimes:
