@@ -1,6 +1,6 @@
-"""Instruments for developers, run from a checkout as `python -m tools.NAME`; not installed.
+"""Measurements, simulations and generated pages for developers: `python -m tools.NAME` in a checkout. Not installed.
 
-Each module says in its first lines what it measures. Where no model is named they mean the tiny pair.
+The docstring of each module says what it does and how to call it. The default model is the tiny pair.
 """
 
 import os

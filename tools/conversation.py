@@ -1,4 +1,4 @@
-"""Measures the second turn of a conversation: how long target and drafter read it, relative to the first turn.
+"""Measures prefix caching: how long target and drafter read the second turn of a conversation, relative to the first.
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_NUM_THREADS=1 python -m tools.conversation
     ... -m tools.conversation --tokens 400 --turns 9
@@ -39,12 +39,12 @@ def make_drafter_turn(path: str) -> Turn:
     drafter.prompt_cache.set_limit(CACHE_BYTES)
 
     def turn(tokens: Sequence[int]) -> float:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         tree = drafter.open(tokens, SAMPLING)
         while tree.committed_len < len(tokens):
             tree.read(tokens[tree.committed_len :])
         tree.best([tree.root])
-        read = time.perf_counter() - begun
+        read = time.perf_counter() - started
         tree.close()
         return read
 
@@ -58,13 +58,13 @@ def make_target_turn(path: str) -> Turn:
     cache = PromptCache(measure_sequence_cost(kv_cache), CACHE_BYTES)
 
     def turn(tokens: Sequence[int]) -> float:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         slot, start = CacheSlot(model, kv_cache, tokens, SAMPLING), cache.find(tokens)
         if start is not None:
             slot.begin(start)
         slot.feed_all_but_last()
         mx.eval(slot.forward(slot.unfed))
-        read = time.perf_counter() - begun
+        read = time.perf_counter() - started
         cache.store(tokens, slot.save)
         slot.close()
         return read
@@ -73,12 +73,12 @@ def make_target_turn(path: str) -> Turn:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=700, help="tokens of the first turn")
-    parser.add_argument("--turns", type=int, default=5, help="conversations, one after another")
+    parser.add_argument("--tokens", type=int, default=700, help="tokens of the first turn (default: 700)")
+    parser.add_argument("--turns", type=int, default=5, help="conversations, one after another (default: 5)")
 
 
 def run(options: argparse.Namespace) -> int:
-    everything = all_prompt_tokens()
+    tokens = all_prompt_tokens()
     for name, turn in (
         ("target", make_target_turn(str(TINY_TARGET))),
         ("drafter", make_drafter_turn(str(TINY_DRAFT))),
@@ -86,9 +86,9 @@ def run(options: argparse.Namespace) -> int:
         first, second = [], []
         for number in range(options.turns + 1):
             # A different first token, so that each conversation begins with a cold cache.
-            text = [number + 5, *everything[: options.tokens - 1]]
+            text = [number + 5, *tokens[: options.tokens - 1]]
             first.append(turn(text))
-            second.append(turn([*text, *everything[-NEW_TOKENS:]]))
+            second.append(turn([*text, *tokens[-NEW_TOKENS:]]))
         cold, warm = median(first[1:]), median(second[1:])
         print(f"{name}: first turn {1000 * cold:.1f} ms, second {1000 * warm:.1f} ms, ratio {warm / cold:.3f}")
     return 0

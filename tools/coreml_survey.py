@@ -1,7 +1,7 @@
-"""Tries a draft's Core ML package with every mode, weight kind and compute unit, and prints a table.
+"""Tries a draft's Core ML packages in every mode, with every kind of weights and compute unit, and prints a table.
 
-`launch/mac_check.sh` runs it on a Mac. Each trial runs in a process of its own, which may crash. On other systems the
-interpreter of `tests.harness` replaces the device, to test the survey itself.
+`launch/mac_check.sh` runs it on a Mac. Each trial runs in a process of its own, because it may crash. On other systems
+the interpreter of `tests.harness` replaces the device, to test the survey itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.selection import Packages
 from outrider.drafters.coreml.trial import TrialResult
 from outrider.engine.loading import load as load_model
+from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.protocol.errors import OutriderError
 
 COLUMNS = ("mode", "weights", "units", "good", "agreement", "distance", "compile s", "load s", "q1 ms", "q8 ms",
            "q16 ms", "q32 ms", "prefill64 ms", "engine share q1", "why not")  # fmt: skip
@@ -52,8 +52,8 @@ def run_survey(packages: Packages, predictions: int) -> Iterator[TrialResult]:
     for mode in Mode:
         for units, kinds in _MAC_UNITS if sys.platform == "darwin" else _OTHER_UNITS:
             for weights in kinds:
-                form = replace(packages.variants[0], mode=mode, weights=weights)
-                yield trial.run_trial(packages.get(form), units, predictions)
+                options = replace(packages.variants[0], mode=mode, weights=weights)
+                yield trial.run_trial(packages.get(options), units, predictions)
 
 
 def measure_slowdown(target: str, package: Package, units: str) -> str:
@@ -91,32 +91,29 @@ def measure_slowdown(target: str, package: Package, units: str) -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="tools.coreml_survey", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="the draft: a model directory or a Hugging Face id")
-    parser.add_argument("--target", help="measure how much its decoding slows down while the draft runs")
-    parser.add_argument("--predictions", type=int, default=1000)
-    options = parser.parse_args()
-    try:
-        packages = Packages(find_model(options.model).folder)
-        _print_row(COLUMNS)
-        _print_row(["---"] * len(COLUMNS))
-        for tried in run_survey(packages, options.predictions):
-            _print_row(row_cells(tried))
-        if options.target:
-            units = "CPU_AND_NE" if sys.platform == "darwin" else "CPU_ONLY"
-            folder = str(find_model(options.target).folder)
-            sys.stdout.write(f"\n{measure_slowdown(folder, packages.get(packages.variants[0]), units)}\n")
-    except OutriderError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    parser.add_argument("--target", help="also measure how much the decoding of this target slows down meanwhile")
+    predictions = "predictions to time per package (default: 1000)"
+    parser.add_argument("--predictions", type=int, default=1000, help=predictions)
+
+
+def run(options: argparse.Namespace) -> int:
+    packages = Packages(find_model(options.model).folder)
+    _print_row(COLUMNS)
+    _print_row(["---"] * len(COLUMNS))
+    for tried in run_survey(packages, options.predictions):
+        _print_row(row_cells(tried))
+    if options.target:
+        units = "CPU_AND_NE" if sys.platform == "darwin" else "CPU_ONLY"
+        folder = str(find_model(options.target).folder)
+        print(f"\n{measure_slowdown(folder, packages.get(packages.variants[0]), units)}")
     return 0
 
 
-def _print_row(cells: tuple[str, ...] | list[str]) -> None:
-    sys.stdout.write(f"| {' | '.join(cells)} |\n")
-    sys.stdout.flush()
+def _print_row(cells: Sequence[str]) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_as_program())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -26,6 +25,8 @@ from urllib.request import Request, urlopen
 
 from outrider.orchestrator.cli import run_as_program
 from outrider.protocol.errors import EndpointError, InvalidRequest
+from outrider.target_worker.rank_link import free_ports
+from tools.web.site import wait_for_url
 
 SCRAPES = 8
 START_TIMEOUT_SECONDS = 30.0
@@ -43,8 +44,14 @@ class Query:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", required=True, help="HTTP address of the server")
-    parser.add_argument("--dashboard", type=Path, default=Path("docs/grafana.json"), metavar="FILE")
+    parser.add_argument("--url", required=True, help="URL of a running `outrider serve`")
+    parser.add_argument(
+        "--dashboard",
+        type=Path,
+        default=Path("docs/grafana.json"),
+        metavar="FILE",
+        help="the dashboard (default: docs/grafana.json)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -103,17 +110,11 @@ def _run_query(base: str, promql: str) -> str:
 def _prometheus(program: str, folder: Path, target: str) -> Iterator[str]:
     """Runs a Prometheus that scrapes `target` every second and stores its data in `folder`. Yields its URL."""
     (folder / "prometheus.yml").write_text(CONFIG.format(target=target), encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     line = [program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     process = subprocess.Popen([*line, f"--web.listen-address={address}", "--log.level=error"])
     try:
-        until = time.monotonic() + START_TIMEOUT_SECONDS
-        while time.monotonic() < until and process.poll() is None:
-            with suppress(OSError), urlopen(f"http://{address}/-/ready"):
-                break
-            time.sleep(0.1)
-        else:
+        if not wait_for_url(f"http://{address}/-/ready", lambda: process.poll() is None, START_TIMEOUT_SECONDS):
             raise EndpointError(f"prometheus does not answer at {address}; see its messages above")
         yield f"http://{address}"
     finally:

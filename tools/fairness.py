@@ -69,12 +69,12 @@ def measure_gap_ratio(client: Client, mode: str, text: Text, sampling: SamplingP
 
 def gap_ratio(decoding: Sequence[Reply], newcomer: Reply) -> float:
     """Returns the longest gap that overlaps the reading of the newcomer's prompt, over the median of all gaps."""
-    begun, read = newcomer.sent, newcomer.arrivals[0].at
+    sent, first_token = newcomer.sent, newcomer.arrivals[0].at
     overlapping = [
         gap
         for reply in decoding
         for gap, arrival in zip(reply.gaps_ms, reply.arrivals[1:], strict=True)
-        if begun <= arrival.at and arrival.at - gap / 1000 <= read
+        if sent <= arrival.at and arrival.at - gap / 1000 <= first_token
     ]
     return max(overlapping) / statistics.median(chain.from_iterable(reply.gaps_ms for reply in decoding))
 

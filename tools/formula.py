@@ -229,13 +229,13 @@ def round_kinds(run: RunnerResult, depth: int, works_ahead: bool) -> list[RoundK
     chains = sum(run.rows[2:])
     drafted = sum(count * min(rows - 1, depth) for rows, count in enumerate(run.rows) if rows > 1)
     mean = round(drafted / chains) if chains else 0
-    asked = min(run.found.sums.draft_waits / run.found.rounds, 1.0)
+    requested_share = min(run.found.sums.draft_waits / run.found.rounds, 1.0)
     kinds = []
     for rows, count in enumerate(run.rows):
         share = count / run.found.rounds
         ahead = rows - 1 if works_ahead and rows <= depth + 1 else 0
-        kinds.append(RoundKind(share * asked, rows, run.tokens, requested=mean))
-        kinds.append(RoundKind(share * (1.0 - asked), rows, run.tokens, ahead=ahead))
+        kinds.append(RoundKind(share * requested_share, rows, run.tokens, requested=mean))
+        kinds.append(RoundKind(share * (1.0 - requested_share), rows, run.tokens, ahead=ahead))
     return [kind for kind in kinds if kind.share > 0]
 
 

@@ -1,9 +1,9 @@
-"""Measures how many tokens of heads the target accepts, compared with the tiny draft model at the same K.
+"""Measures how many draft tokens of heads the tiny target accepts, compared with the tiny draft model at the same K.
 
-    python -m tools.heads models/heads/eagle3              # K = 4, T = 0 and 0.8, 16 prompts x 96 tokens
+    python -m tools.heads models/heads/mtp                 # K = 4, T = 0 and 0.8, 16 prompts x 96 tokens
     python -m tools.heads models/heads/* --picture docs/heads.png
 
-All draft chains in the tiny target's process, where heads read its newest rows. Prompts are those of the
+All drafters run in the target's process, where heads read its newest hidden states. Prompts are those of the
 benchmarks, then the beginnings of the files that the first head's training.json lists as held out. No time is measured,
 so the machine may be busy.
 """
@@ -11,13 +11,13 @@ so the machine may be busy.
 from __future__ import annotations
 
 import argparse
-import json
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from models.training.corpus import standard_library
+from models.training.record import read_held_out
 from outrider.bench import picture
 from outrider.bench.comparison.runs import Interval, bootstrap
 from outrider.orchestrator.cli import run_as_program
@@ -50,7 +50,7 @@ class HeadResult:
         """The share of chains whose tokens were accepted up to each position, of the chains that reach it."""
         accepted = _sum_columns([t.accepted_by_position for t in self.rounds])
         drafted = _sum_columns([t.drafted_by_position for t in self.rounds])
-        return [held / tried for held, tried in zip(accepted, drafted, strict=False) if tried]
+        return [some / all_ for some, all_ in zip(accepted, drafted, strict=False) if all_]
 
 
 def _sum_columns(counts: Sequence[Sequence[int]]) -> list[int]:
@@ -82,13 +82,10 @@ def measure(head: Path | None, prompts: Sequence[Sequence[int]], options: argpar
     return results
 
 
-def read_held_out(head: Path, count: int) -> list[str]:
+def held_out_beginnings(head: Path, count: int) -> list[str]:
     """Returns the beginnings of up to `count` library files that the head was not trained on; none without a record."""
-    record = head / "training.json"
-    if not record.is_file():
-        return []
-    library = Path(sysconfig.get_path("stdlib"))
-    files = [library / name for name in json.loads(record.read_text(encoding="utf-8"))["held_out"]]
+    held_out = read_held_out(head)
+    files = [standard_library() / name for name in held_out.names] if held_out is not None else []
     texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
     return [text[:_BEGINNING_CHARACTERS] for text in texts if len(text) > _BEGINNING_CHARACTERS][:count]
 
@@ -122,10 +119,10 @@ def draw(results: Sequence[HeadResult], path: Path) -> None:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("heads", type=Path, nargs="+", help="folders of heads for the tiny target")
-    parser.add_argument("--depth", type=int, default=4, help="K")
-    parser.add_argument("--temps", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--prompts", type=int, default=8, help="number of benchmark prompts and of held-out files")
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--depth", type=int, default=4, help="draft tokens (default: 4)")
+    parser.add_argument("--temps", type=float, nargs="+", default=[0.0, 0.8], help="temperatures (default: 0 0.8)")
+    parser.add_argument("--prompts", type=int, default=8, help="benchmark prompts, and held-out files (default: 8)")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens per text (default: 96)")
     parser.add_argument("--picture", type=Path, help="also draw a picture here")
 
 
@@ -133,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
     if options.picture is not None:
         ensure_writable(options.picture.parent, "choose another --picture")
     options.screen = Screen()
-    texts = [prompt.text for prompt in mixed_prompts(options.prompts)] + read_held_out(
+    texts = [prompt.text for prompt in mixed_prompts(options.prompts)] + held_out_beginnings(
         options.heads[0], options.prompts
     )
     prompts = [default_codec().encode(text) for text in texts]

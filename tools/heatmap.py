@@ -2,8 +2,8 @@
 
     python -m tools.heatmap tools/simulation/profiles/h100-llama-70b.json --out docs/where-ssd-pays.png
 
-The profile's target, bonus ranks and the shape of its draft curve are kept; each cell uses the best K of SD and SSD.
-`simulator.py` computes everything by arithmetic, without processes.
+The target, the bonus ranks and the shape of the draft curve are those of the profile; each cell uses the best K for SD
+and for SSD. `simulator.py` computes everything, without processes.
 """
 
 from __future__ import annotations
@@ -111,8 +111,10 @@ def _draw_panel(axes: Axes, found: Panel):  # type: ignore[no-untyped-def]  # ma
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("profile", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("heatmap.png"), metavar="FILE")
+    parser.add_argument("profile", type=Path, help="latency profile")
+    parser.add_argument(
+        "--out", type=Path, default=Path("heatmap.png"), metavar="FILE", help="file to write (default: heatmap.png)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.protocol import messages
 from outrider.protocol.codec import decode, encode
-from tools.web.reading import EventReader
+from tools.web.streams import CompletionsClient
 
 PROMPT = list(range(100, 160))
 BODY = {"prompt": PROMPT, "max_tokens": 128, "ignore_eos": True, "speculation": {"mode": "ssd"}}
@@ -59,7 +59,7 @@ def main() -> None:
         socket.bind(endpoint := f"ipc://{folder}/clients")
         Thread(target=orchestrate, args=(socket, pace), daemon=True).start()
         process = listener.serve(endpoint, find_model(str(TINY_TARGET)), Path(folder), "warning")
-        reader, clock = EventReader(listener.url), cpu_clock_id(process.pid)
+        reader, clock = CompletionsClient(listener.url), cpu_clock_id(process.pid)
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             pace.update(json.loads(line))

@@ -31,8 +31,8 @@ from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import mixed_tokens
 from tests.harness.requests import TimedRequest, send
-from tools.web.reading import EventReader, StreamTimes
 from tools.web.site import Site, run_site
+from tools.web.streams import CompletionsClient, StreamTimes
 
 # Limits: ratios of tokens per second (one stream, several), milliseconds of delay, and CPU milliseconds per chunk.
 MIN_ONE_STREAM_RATIO, MIN_STREAMS_RATIO, MAX_FIRST_TEXT_DELAY_MS, MAX_CPU_MS_PER_CHUNK = 0.92, 0.95, 5.0, 0.5
@@ -98,7 +98,7 @@ def ask_client(client: Client, mode: str, prompt: Text, sampling: SamplingParams
     return StreamTimes(r.sent, r.arrivals[0].at, r.ended, len(r.arrivals), len(r.token_ids), r.text)
 
 
-def ask_http(reader: EventReader, mode: str, prompt: Text, sampling: SamplingParams) -> StreamTimes:
+def ask_http(reader: CompletionsClient, mode: str, prompt: Text, sampling: SamplingParams) -> StreamTimes:
     return reader.ask({
         "prompt": list(prompt),
         "max_tokens": sampling.max_tokens,
@@ -194,7 +194,7 @@ def run(options: argparse.Namespace) -> int:
         start = LocalCluster(progress=screen.show, max_active=streams, prompt_cache=False, memory=False)
         cluster = stack.enter_context(start)
         server = stack.enter_context(run_site(cluster, find_model(str(TINY_TARGET))))
-        readers, client = [EventReader(server.url) for _ in range(streams)], cluster.client()
+        readers, client = [CompletionsClient(server.url) for _ in range(streams)], cluster.client()
         threads = stack.enter_context(ThreadPoolExecutor(streams))
         for mode in modes:
             senders = {

@@ -1,12 +1,13 @@
-"""Sends requests at random times around the server's capacity, also to mlx_lm.server with the same weights.
+"""Measures latencies when requests arrive at random times around the capacity, also of mlx_lm.server with the same
+weights.
 
     python -m tools.load                                    # 500 requests at each of three loads: half an hour
     python -m tools.load --requests 240 --shares 1 --plot load.png      # some minutes
 
-locust (`pip install locust`) sends the requests, streamed, each with its own prompt; each block of requests goes to
-every server in turn, at the same times. The capacity is the requests per second of our best mode when many wait; a load
-is a Poisson process with a share of it. mlx_lm.server runs twice, as its users start it: with the draft, for a request
-at a time, and without, in batches. The exit code is 1 if a request to Outrider failed.
+locust (`pip install locust`) sends streamed requests, each with a prompt of its own. Each block of requests goes to
+every server in turn, at the same times. The capacity is the requests per second of our best mode when many requests
+wait; a load is a Poisson process with a share of it. mlx_lm.server runs twice, as its users start it: with the draft,
+when it serves one request at a time, and without, when it batches. The exit code is 1 if a request to Outrider failed.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from outrider.protocol import values
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import mixed_prompts
-from tools.web.generator import TimedAnswer, poisson_times, require_locust, send_requests
 from tools.web.latency import LatencyRow, draw, make_row, table, time_streams
-from tools.web.peer import copy_as_float32, mlx_lm_server
+from tools.web.load_generator import TimedAnswer, poisson_arrivals, require_locust, send_requests
+from tools.web.mlx_lm_server import copy_as_float32, run_mlx_lm_server
 from tools.web.site import run_site
 
 CAPACITY_REQUESTS, PROMPTS = 32, 60
@@ -70,30 +71,30 @@ class Server:
 
 @contextmanager
 def run_servers(
-    modes: Sequence[str], peers: bool, body: dict[str, Any], tell: Callable[[str], None]
+    modes: Sequence[str], peers: bool, body: dict[str, Any], progress: Callable[[str], None]
 ) -> Iterator[list[Server]]:
     """Runs Outrider, as a server for each mode, and mlx_lm.server, if `peers`."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        cluster = stack.enter_context(LocalCluster(progress=tell, memory=False))
+        cluster = stack.enter_context(LocalCluster(progress=progress, memory=False))
         ours = stack.enter_context(run_site(cluster, find_model(str(TINY_TARGET))))
         running = [Server(mode, ours.url, {**body, "speculation": {"mode": mode}}, n) for n, mode in enumerate(modes)]
         if peers:
-            tell("starting mlx_lm.server")
+            progress("starting mlx_lm.server")
             model, draft = (copy_as_float32(path, folder / path.name) for path in (TINY_TARGET, TINY_DRAFT))
             for name, peer_draft in ((PEER, None), (PEER_DRAFT, draft)):
-                url = stack.enter_context(mlx_lm_server(model, peer_draft, folder / f"{name}.log"))
+                url = stack.enter_context(run_mlx_lm_server(model, peer_draft, folder / f"{name}.log"))
                 running.append(Server(name, url, body, len(running)))
         yield running
 
 
-def measure_capacity(server: Server, tell: Callable[[str], None]) -> float:
+def measure_capacity(server: Server, progress: Callable[[str], None]) -> float:
     """Returns the requests per second when many wait.
 
     Raises:
         WorkerError: a request failed.
     """
-    tell(f"capacity: {server.name}")
+    progress(f"capacity: {server.name}")
     answers = send_requests(server.url, [0.0] * CAPACITY_REQUESTS, server.bodies(10**6, CAPACITY_REQUESTS))
     streams = [answer.stream for answer in answers if answer.stream is not None]
     if len(streams) < len(answers):
@@ -105,7 +106,7 @@ def make_blocks(rate: float, count: int, each: int, share: float) -> list[Block]
     """Returns `count` requests at `rate` per second, `each` in a block. Their numbers differ between loads."""
     first = round(1000 * share) * 1000
     return [
-        Block(first + begin, poisson_times(min(each, count - begin), rate, f"{share} {begin}"))
+        Block(first + begin, poisson_arrivals(min(each, count - begin), rate, f"{share} {begin}"))
         for begin in range(0, count, each)
     ]
 

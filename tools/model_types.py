@@ -114,15 +114,15 @@ def _matches_mlx_lm(model: LoadedModel, chains: bool) -> bool:
     prompt = [(31 * i + 7) % 250 + 2 for i in range(_PROMPT_TOKENS)]
     truth = [int(token) for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=_NEW_TOKENS)]
     params = SamplingParams(max_tokens=_NEW_TOKENS)
-    held = open_kv_cache(model)
-    slot = open_slots(model, [prompt], [params], kv_cache=held)[0]
+    kv_cache = open_kv_cache(model)
+    slot = open_slots(model, [prompt], [params], kv_cache=kv_cache)[0]
     texts = [[verify(slot).bonus for _ in range(_NEW_TOKENS)]]
     if chains:
-        slot, draws = open_slots(model, [prompt], [params], kv_cache=held)[0], random.Random(model.model_type)
+        slot, rng = open_slots(model, [prompt], [params], kv_cache=kv_cache)[0], random.Random(model.model_type)
         while len(slot.tokens) - _PROMPT_TOKENS < _NEW_TOKENS - _CHAIN_TOKENS:
-            done, right = len(slot.tokens) - _PROMPT_TOKENS, draws.randint(0, _CHAIN_TOKENS)
-            coming = truth[done : done + _CHAIN_TOKENS]
-            verify(slot, [token if i < right else (token + 1) % 258 for i, token in enumerate(coming)])
+            done, right = len(slot.tokens) - _PROMPT_TOKENS, rng.randint(0, _CHAIN_TOKENS)
+            next_tokens = truth[done : done + _CHAIN_TOKENS]
+            verify(slot, [token if i < right else (token + 1) % 258 for i, token in enumerate(next_tokens)])
         texts.append(slot.tokens[_PROMPT_TOKENS:])
     return all(text == truth[: len(text)] for text in texts)
 
@@ -157,8 +157,8 @@ def _silence_logs() -> None:
 
 def _shorten_error(error: OutriderError) -> str:
     """Shortens an error for a cell of the table: without paths and advice."""
-    said = str(error).partition(" can't be loaded as ")
-    return (said[2].partition(": ")[2] or said[0]).partition("; ")[0].replace("|", "/").strip(": ")[:160]
+    text = str(error).partition(" can't be loaded as ")
+    return (text[2].partition(": ")[2] or text[0]).partition("; ")[0].replace("|", "/").strip(": ")[:160]
 
 
 def _text_in_brackets(sentence: str) -> str:

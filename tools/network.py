@@ -84,10 +84,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--links", default=LINKS, metavar="MS:LOSS,...", help=links)
     profile = "latency profile (default: verify-40ms.json)"
     parser.add_argument("--profile", type=Path, default=PROFILE, metavar="FILE", help=profile)
-    parser.add_argument("--depth", type=int, default=5, metavar="K")
-    parser.add_argument("--branches", type=int, default=16, metavar="B")
-    parser.add_argument("--prompts", type=int, default=8, metavar="N")
-    parser.add_argument("--max-tokens", type=int, default=300, metavar="N")
+    parser.add_argument("--depth", type=int, default=5, metavar="K", help="draft tokens (default: 5)")
+    parser.add_argument("--branches", type=int, default=16, metavar="B", help="branches (default: 16)")
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="prompts per link (default: 8)")
+    parser.add_argument("--max-tokens", type=int, default=300, metavar="N", help="tokens per text (default: 300)")
 
 
 def run(options: argparse.Namespace) -> int:

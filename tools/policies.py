@@ -1,4 +1,4 @@
-"""Prints what each step adds to the paper's policy on a profile's machine, by `simulator.py`'s arithmetic.
+"""Prints the gain of each change of the paper's policy on the machine of a profile, computed by `simulator.py`.
 
 python -m tools.policies tools/simulation/profiles/*.json
 """
@@ -18,9 +18,11 @@ SEARCH_TOKENS = 6_000
 DEPTHS = range(1, 13)
 BRANCHES = (4, 6, 8, 10, 12, 15, 16, 20, 24, 28, 32, 40, 48)
 STEPS = (
-    ("best-first fan-out", {"fan_out": "best-first"}), ("the best fallback after a miss", {"filled": True}),
-    ("branches that are not complete", {"anytime": True}), ("waits for branches on their way", {"hoping": True}),
-)  # fmt: skip
+    ("best-first fan-out", {"fan_out": "best-first"}),
+    ("the best fallback after a miss", {"adaptive_fallback": True}),
+    ("branches that are not complete", {"anytime": True}),
+    ("waits for branches that are still to arrive", {"branch_waits": True}),
+)
 
 
 def table(profile: Profile) -> str:
@@ -28,7 +30,7 @@ def table(profile: Profile) -> str:
     fastest_sd, published = find_best_sd(profile), profile.published
     sd = Policy("sd", published.sd_depth) if published else fastest_sd
     depth, branches = (published.ssd_depth, published.branches) if published else (fastest_sd.depth, 10)
-    policy = Policy("ssd", depth, branches, "geometric", anytime=False, filled=False, hoping=False)
+    policy = Policy("ssd", depth, branches, "geometric", anytime=False, adaptive_fallback=False, branch_waits=False)
     rows = [("AR", Policy("ar")), (f"SD K={sd.depth}", sd), (f"SD K={fastest_sd.depth}, its best", fastest_sd)]
     rows.append((f"SSD K={depth} B={branches}, the paper's policy", policy))
     for name, change in STEPS:
@@ -66,7 +68,7 @@ def _line(name: str, result: Result, sd_rate: float, best_rate: float) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE")
+    parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE", help="latency profile")
 
 
 def run(options: argparse.Namespace) -> int:

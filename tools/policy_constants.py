@@ -1,14 +1,15 @@
-"""Measures the effect of each constant of `auto` by arithmetic, so neither the machine nor its load matters.
+"""Measures the effect of each constant of mode `auto` by simulation, so neither the machine nor its load matters.
 
     python -m tools.policy_constants                      # all of `PolicyConstants`, as a Markdown table
     python -m tools.policy_constants --only fade,optimism
-    python -m tools.policy_constants --scenes             # the scenes alone
+    python -m tools.policy_constants --scenarios          # only the scenarios
 
-A scene is a machine, kinds of text and a sequence of requests (`SCENES`). Its result is the time of the best fixed arm
-over the time of `auto`, the best arm being chosen for each kind of text and number of requests with knowledge of both.
-The table has, for each constant and other values of it, the change of the mean and of the worst scene in points
-(hundredths); negative: the present value is better. A change of plan changes the luck of all later rounds, so a change
-of the mean within two errors is not significant. Rounds are those of `tools.simulation.auto_rounds`.
+A scenario is a machine, kinds of text and a sequence of requests (`SCENARIOS`). Its result is the time of the best
+fixed arms over the time of `auto`; the best arm is chosen with hindsight for each kind of text and number of requests.
+The table has, for each constant and other values of it, the change of the mean and of the worst scenario in points
+(hundredths); if it is negative, the present value is better. A changed plan changes the random numbers of all later
+rounds, so a change of the mean within two errors is not significant. `tools.simulation.auto_rounds` simulates the
+rounds.
 """
 
 from __future__ import annotations
@@ -68,16 +69,16 @@ HEADS_MACHINE = Machine(
         "heads", ("none",), Latency(((1, 10.2), (16, 21.0))), Latency(((1, 1.9), (16, 3.0))), 0.1, (0.6,),
         (0.5, 0.2, 0.1),
     ),
-    own_ms={"eagle3": 1.0, "mtp": 1.0},
+    in_process_ms={"eagle3": 1.0, "mtp": 1.0},
 )  # fmt: skip
-HEADLESS_MACHINE = replace(HEADS_MACHINE, own_ms={})
-SLOW_HEADS_MACHINE = replace(HEADS_MACHINE, own_ms={"eagle3": 4.0, "mtp": 4.0})
+HEADLESS_MACHINE = replace(HEADS_MACHINE, in_process_ms={})
+SLOW_HEADS_MACHINE = replace(HEADS_MACHINE, in_process_ms={"eagle3": 4.0, "mtp": 4.0})
 
 
 def make_kinds(free: float, code: float, editing: float) -> tuple[TextKind, ...]:
     return (
         TextKind("free", {DRAFT_WORKER: free}, 0.05),
-        TextKind("code", {DRAFT_WORKER: code}, 0.25, looks_code=True),
+        TextKind("code", {DRAFT_WORKER: code}, 0.25, is_code_like=True),
         TextKind("editing", {DRAFT_WORKER: editing}, 0.7, 30.0),
     )
 
@@ -87,77 +88,80 @@ SHARP_DRAFT_TEXTS = make_kinds(0.75, 0.85, 0.8)
 LARGER_PAIR_TEXTS = make_kinds(0.7, 0.8, 0.8)
 COPYING_TEXTS = (
     TextKind("free", {DRAFT_WORKER: 0.42}, 0.05),
-    TextKind("extraction", {DRAFT_WORKER: 0.5}, 0.4, 6.0, shows=False),
-    TextKind("editing", {DRAFT_WORKER: 0.3}, 0.7, 12.0, shows=False),
+    TextKind("extraction", {DRAFT_WORKER: 0.5}, 0.4, 6.0, prompt_repeats=False),
+    TextKind("editing", {DRAFT_WORKER: 0.3}, 0.7, 12.0, prompt_repeats=False),
 )
 USELESS_DRAFT_TEXTS = (
     TextKind("free", {DRAFT_WORKER: 0.05}, 0.02),
-    TextKind("code", {DRAFT_WORKER: 0.1}, 0.05, looks_code=True),
+    TextKind("code", {DRAFT_WORKER: 0.1}, 0.05, is_code_like=True),
 )
 HEAD_TEXTS = (
     TextKind("free", {DRAFT_WORKER: 0.55, "eagle3": 0.35, "mtp": 0.8}, 0.05),
-    TextKind("code", {DRAFT_WORKER: 0.6, "eagle3": 0.85, "mtp": 0.45}, 0.3, looks_code=True),
+    TextKind("code", {DRAFT_WORKER: 0.6, "eagle3": 0.85, "mtp": 0.45}, 0.3, is_code_like=True),
     TextKind("editing", {DRAFT_WORKER: 0.6, "eagle3": 0.5, "mtp": 0.5}, 0.8, 30.0),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """A server's life: `crowds` of requests of `tokens` on average, one after the other.
+class Scenario:
+    """The requests of a server: `concurrency` at once, of `tokens` tokens on average, one group after the other.
 
-    `tuned`: its tuning ("": none, right or wrong); "memory": it learned from other costs before. `work`: how many times
-    as long the drafter's work takes in the first and in the second half. `misleads`: half of the prompts look like
-    code, independent of their kind.
+    `tuned`: its tuning ("": none, right or wrong); "memory": it has estimates of a machine with other costs.
+    `drafter_slowdown`: how many times as long the drafter takes in the first and in the second half.
+    `misleading_prompts`: half of the prompts look like code, independent of their kind.
     """
 
     name: str
     machine: Machine
     kinds: tuple[TextKind, ...]
-    crowds: tuple[int, ...] = (1,) * 14
+    concurrency: tuple[int, ...] = (1,) * 14
     tokens: int = 96
     tuned: str = ""
-    work: tuple[float, float] = (1.0, 1.0)
-    misleads: bool = False
+    drafter_slowdown: tuple[float, float] = (1.0, 1.0)
+    misleading_prompts: bool = False
 
     @property
     def own(self) -> tuple[InProcessDrafter, ...]:
         forward_ms = self.machine.profile.target(1)
         return tuple(
-            InProcessDrafter(name, "", True, 0.6, weight=ms / forward_ms) for name, ms in self.machine.own_ms.items()
+            InProcessDrafter(name, "", True, 0.6, weight=ms / forward_ms)
+            for name, ms in self.machine.in_process_ms.items()
         )
 
 
-MIXED_CROWDS = (4, 1, 8, 2, 4, 1, 8)
-SCENES = (
-    Scene("two cores", TWO_CORES, REAL_TEXTS),
-    Scene("two cores, long texts", TWO_CORES, REAL_TEXTS, (1,) * 4, 400),
-    Scene("two cores, disturbed", DISTURBED_TWO_CORES, REAL_TEXTS),
-    Scene("two cores, useless draft", TWO_CORES, USELESS_DRAFT_TEXTS),
-    Scene("two cores, useless draft, disturbed", DISTURBED_TWO_CORES, USELESS_DRAFT_TEXTS),
-    Scene("two cores, tuned", TWO_CORES, REAL_TEXTS, tuned="right"),
-    Scene("two cores, tuned wrongly", TWO_CORES, REAL_TEXTS, tuned="wrong"),
-    Scene("two cores, useless draft, tuned wrongly", TWO_CORES, USELESS_DRAFT_TEXTS, tuned="wrong"),
-    Scene("two cores, other memory", TWO_CORES, REAL_TEXTS, tuned="memory"),
-    Scene("two cores, drafter slows", TWO_CORES, REAL_TEXTS, (1,) * 16, work=(1.0, 5.0)),
-    Scene("two cores, drafter slow at first", TWO_CORES, REAL_TEXTS, (1,) * 16, work=(5.0, 1.0)),
-    Scene("two cores, answers copy", TWO_CORES, COPYING_TEXTS, (1,) * 24),
-    Scene("two cores, answers copy, disturbed", DISTURBED_TWO_CORES, COPYING_TEXTS, (1,) * 24),
-    Scene("a larger pair on two cores", LARGER_PAIR, LARGER_PAIR_TEXTS, (1,) * 8),
-    Scene("two cores, crowds", TWO_CORES, REAL_TEXTS, MIXED_CROWDS),
-    Scene("two cores, crowds, disturbed", DISTURBED_TWO_CORES, REAL_TEXTS, MIXED_CROWDS),
-    Scene("two cores, useless draft, long life", TWO_CORES, USELESS_DRAFT_TEXTS, (1,) * 12, 500),
-    Scene("four at once, drafter slow at first", HEADLESS_MACHINE, SHARP_DRAFT_TEXTS, (4,) * 8, work=(12.0, 1.0)),
-    Scene("eight at once, nearly a tie", HEADLESS_MACHINE, make_kinds(0.42, 0.47, 0.42), (8,) * 5),
-    Scene("sharp draft, crowds", Machine(read_profile("verify-40ms")), SHARP_DRAFT_TEXTS, MIXED_CROWDS),
-    Scene("H100", Machine(read_profile("h100-llama-70b")), SHARP_DRAFT_TEXTS, (1,) * 10, 128),
-    Scene("H100, four at once", Machine(read_profile("h100-qwen3-32b")), SHARP_DRAFT_TEXTS, (4,) * 5),
-    Scene("Mac, one GPU", Machine(read_profile("mac-8b-gpu")), SHARP_DRAFT_TEXTS),
-    Scene("Mac, ANE drafter", Machine(read_profile("mac-ane-gpu")), make_kinds(0.6, 0.75, 0.7), tuned="right"),
-    Scene("two Macs", Machine(read_profile("two-macs-ethernet")), SHARP_DRAFT_TEXTS),
-    Scene("heads", HEADS_MACHINE, HEAD_TEXTS, (1,) * 18),
-    Scene("dear heads", SLOW_HEADS_MACHINE, HEAD_TEXTS, (1,) * 18),
-    Scene("heads, misleading prompts", HEADS_MACHINE, HEAD_TEXTS, (1,) * 40, misleads=True),
-    Scene("heads, tuned wrongly", HEADS_MACHINE, HEAD_TEXTS, (1,) * 18, tuned="wrong"),
+MIXED_CONCURRENCY = (4, 1, 8, 2, 4, 1, 8)
+SCENARIOS = (
+    Scenario("two cores", TWO_CORES, REAL_TEXTS),
+    Scenario("two cores, long texts", TWO_CORES, REAL_TEXTS, (1,) * 4, 400),
+    Scenario("two cores, disturbed", DISTURBED_TWO_CORES, REAL_TEXTS),
+    Scenario("two cores, useless draft", TWO_CORES, USELESS_DRAFT_TEXTS),
+    Scenario("two cores, useless draft, disturbed", DISTURBED_TWO_CORES, USELESS_DRAFT_TEXTS),
+    Scenario("two cores, tuned", TWO_CORES, REAL_TEXTS, tuned="right"),
+    Scenario("two cores, tuned wrongly", TWO_CORES, REAL_TEXTS, tuned="wrong"),
+    Scenario("two cores, useless draft, tuned wrongly", TWO_CORES, USELESS_DRAFT_TEXTS, tuned="wrong"),
+    Scenario("two cores, other memory", TWO_CORES, REAL_TEXTS, tuned="memory"),
+    Scenario("two cores, drafter slows", TWO_CORES, REAL_TEXTS, (1,) * 16, drafter_slowdown=(1.0, 5.0)),
+    Scenario("two cores, drafter slow at first", TWO_CORES, REAL_TEXTS, (1,) * 16, drafter_slowdown=(5.0, 1.0)),
+    Scenario("two cores, answers copy", TWO_CORES, COPYING_TEXTS, (1,) * 24),
+    Scenario("two cores, answers copy, disturbed", DISTURBED_TWO_CORES, COPYING_TEXTS, (1,) * 24),
+    Scenario("a larger pair on two cores", LARGER_PAIR, LARGER_PAIR_TEXTS, (1,) * 8),
+    Scenario("two cores, several requests", TWO_CORES, REAL_TEXTS, MIXED_CONCURRENCY),
+    Scenario("two cores, several requests, disturbed", DISTURBED_TWO_CORES, REAL_TEXTS, MIXED_CONCURRENCY),
+    Scenario("two cores, useless draft, long texts", TWO_CORES, USELESS_DRAFT_TEXTS, (1,) * 12, 500),
+    Scenario("four requests, drafter slow at first", HEADLESS_MACHINE, SHARP_DRAFT_TEXTS, (4,) * 8,
+             drafter_slowdown=(12.0, 1.0)),
+    Scenario("eight requests, nearly a tie", HEADLESS_MACHINE, make_kinds(0.42, 0.47, 0.42), (8,) * 5),
+    Scenario("sharp draft, several requests", Machine(read_profile("verify-40ms")), SHARP_DRAFT_TEXTS,
+             MIXED_CONCURRENCY),
+    Scenario("H100", Machine(read_profile("h100-llama-70b")), SHARP_DRAFT_TEXTS, (1,) * 10, 128),
+    Scenario("H100, four requests", Machine(read_profile("h100-qwen3-32b")), SHARP_DRAFT_TEXTS, (4,) * 5),
+    Scenario("Mac, one GPU", Machine(read_profile("mac-8b-gpu")), SHARP_DRAFT_TEXTS),
+    Scenario("Mac, ANE drafter", Machine(read_profile("mac-ane-gpu")), make_kinds(0.6, 0.75, 0.7), tuned="right"),
+    Scenario("two Macs", Machine(read_profile("two-macs-ethernet")), SHARP_DRAFT_TEXTS),
+    Scenario("heads", HEADS_MACHINE, HEAD_TEXTS, (1,) * 18),
+    Scenario("expensive heads", SLOW_HEADS_MACHINE, HEAD_TEXTS, (1,) * 18),
+    Scenario("heads, misleading prompts", HEADS_MACHINE, HEAD_TEXTS, (1,) * 40, misleading_prompts=True),
+    Scenario("heads, tuned wrongly", HEADS_MACHINE, HEAD_TEXTS, (1,) * 18, tuned="wrong"),
 )  # fmt: skip
 
 Group = tuple[str, int, bool]
@@ -165,74 +169,79 @@ Group = tuple[str, int, bool]
 
 
 @dataclass(slots=True)
-class SceneResult:
-    """The milliseconds of a scene by group, and the rounds by plan."""
+class ScenarioResult:
+    """The milliseconds of a scenario by group, and the rounds by plan."""
 
     spent: defaultdict[Group, float] = field(default_factory=lambda: defaultdict(float))
     plans: Counter[Arm] = field(default_factory=Counter)
     learned: tuple[Tuning, ...] = ()
 
 
-def play_scene(
-    scene: Scene, seed: int, plan: Arm | None = None, tunings: Sequence[Tuning] = (), memory: Sequence[Tuning] = ()
-) -> SceneResult:
-    """Plays a scene under the policy or a fixed plan."""
-    luck = random.Random(seed)
-    abilities = Abilities(all_cores=scene.machine.all_cores != 1, drafters=scene.own)
+def run_scenario(
+    scenario: Scenario,
+    seed: int,
+    plan: Arm | None = None,
+    tunings: Sequence[Tuning] = (),
+    memory: Sequence[Tuning] = (),
+) -> ScenarioResult:
+    """Runs a scenario with the policy or a fixed plan."""
+    rng = random.Random(seed)
+    abilities = Abilities(all_cores=scenario.machine.all_cores != 1, drafters=scenario.own)
     found = planner.Planner(round_settings(DEPTH, BRANCHES), tunings, memory, lambda: abilities)
-    server = Server(scene.machine, found, random.Random(seed + 1), plan)
-    played = SceneResult(plans=server.plans)
-    for number, at_once in enumerate(scene.crowds):
-        second = number >= len(scene.crowds) / 2
-        server.slower = scene.work[second]
-        kind = luck.choice(scene.kinds)
-        if scene.misleads:
-            kind = replace(kind, looks_code=luck.random() < 0.5)
-        lengths = [round(scene.tokens * luck.uniform(0.5, 1.5)) for _ in range(at_once)]
-        texts = [Text(kind, scene.machine.profile, length, luck) for length in lengths]
-        played.spent[kind.name, at_once, second and scene.work[0] != scene.work[1]] += server.play(texts, 4)
+    server = Server(scenario.machine, found, random.Random(seed + 1), plan)
+    result = ScenarioResult(plans=server.plans)
+    for number, at_once in enumerate(scenario.concurrency):
+        second = number >= len(scenario.concurrency) / 2
+        server.drafter_slowdown = scenario.drafter_slowdown[second]
+        kind = rng.choice(scenario.kinds)
+        if scenario.misleading_prompts:
+            kind = replace(kind, is_code_like=rng.random() < 0.5)
+        lengths = [round(scenario.tokens * rng.uniform(0.5, 1.5)) for _ in range(at_once)]
+        texts = [Text(kind, scenario.machine.profile, length, rng) for length in lengths]
+        group = kind.name, at_once, second and scenario.drafter_slowdown[0] != scenario.drafter_slowdown[1]
+        result.spent[group] += server.play(texts, 4)
     if tunings == () and memory == () and plan is None:
-        played.learned = found.learned()
-    return played
+        result.learned = found.learned()
+    return result
 
 
-def fixed_plans(scene: Scene) -> Iterator[Arm]:
+def fixed_plans(scenario: Scenario) -> Iterator[Arm]:
     yield Arm("ar", 1)
     yield Arm("sd", DEPTH, BRANCHES, NGRAM)
     for depth in (1, 2, 4):
         yield Arm("sd", depth, BRANCHES)
         yield from (Arm("ssd", depth, breadth) for breadth in (4, 16))
-        for own in scene.machine.own_ms:
+        for own in scenario.machine.in_process_ms:
             yield Arm("sd", depth, BRANCHES, own)
             yield Arm("ssd", depth, BRANCHES, own)
 
 
 @dataclass(frozen=True, slots=True)
 class BestArms:
-    """The best fixed arms of a scene: their milliseconds by group, and the tunings and memory to start with."""
+    """The best fixed arms of a scenario: their milliseconds by group, and the tunings and memory to start with."""
 
     best: Mapping[Group, float]
     tunings: tuple[Tuning, ...]
     memory: tuple[Tuning, ...]
 
 
-def find_best_arms(scene: Scene, seed: int) -> BestArms:
-    played = {plan: play_scene(scene, seed, plan).spent for plan in fixed_plans(scene)}
-    best = {group: min(spent[group] for spent in played.values()) for group in next(iter(played.values()))}
-    rates = {plan: 1000 / sum(spent.values()) for plan, spent in played.items()}
+def find_best_arms(scenario: Scenario, seed: int) -> BestArms:
+    by_plan = {plan: run_scenario(scenario, seed, plan).spent for plan in fixed_plans(scenario)}
+    best = {group: min(spent[group] for spent in by_plan.values()) for group in next(iter(by_plan.values()))}
+    rates = {plan: 1000 / sum(spent.values()) for plan, spent in by_plan.items()}
     tunings: tuple[Tuning, ...] = ()
     memory: tuple[Tuning, ...] = ()
-    if scene.tuned in ("right", "wrong"):
-        tunings = (_make_tuning(scene, rates, scene.tuned == "wrong"),)
-    elif scene.tuned == "memory":
-        before = replace(scene, tuned="", machine=replace(scene.machine, all_cores=1.4), kinds=SHARP_DRAFT_TEXTS)
-        memory = play_scene(before, seed + 7).learned
+    if scenario.tuned in ("right", "wrong"):
+        tunings = (_make_tuning(scenario, rates, scenario.tuned == "wrong"),)
+    elif scenario.tuned == "memory":
+        before = replace(scenario, tuned="", machine=replace(scenario.machine, all_cores=1.4), kinds=SHARP_DRAFT_TEXTS)
+        memory = run_scenario(before, seed + 7).learned
     return BestArms(best, tunings, memory)
 
 
-def _make_tuning(scene: Scene, rates: Mapping[Arm, float], wrong: bool) -> Tuning:
+def _make_tuning(scenario: Scenario, rates: Mapping[Arm, float], wrong: bool) -> Tuning:
     """Returns a record of tune: rates off by 10 %, or, if `wrong`, the worst arms as the best and half the costs."""
-    machine, tokens = scene.machine.profile, 1000.0 * scene.tokens * sum(scene.crowds) / 1000
+    machine, tokens = scenario.machine.profile, 1000.0 * scenario.tokens * sum(scenario.concurrency) / 1000
     by_mode: dict[str, tuple[float, Arm]] = {}
     for plan, rate in rates.items():
         if plan.drafter == "":
@@ -249,7 +258,7 @@ def _make_tuning(scene: Scene, rates: Mapping[Arm, float], wrong: bool) -> Tunin
     scale = 0.5 if wrong else 1.0
     rows = tuple((m, scale * machine.target(m)) for m in range(1, 9))
     return Tuning(
-        scale * machine.target(1) * scene.machine.all_cores, rows, machine.draft(BRANCHES),
+        scale * machine.target(1) * scenario.machine.all_cores, rows, machine.draft(BRANCHES),
         machine.draft(1), 2 * machine.link_ms + 0.2, 0.3, machine.acceptance * DEPTH, 0.8,
         tuple(sorted(choices, key=lambda choice: -choice.tokens_per_second)),
     )  # fmt: skip
@@ -266,16 +275,16 @@ def use_constants(changed: PolicyConstants) -> None:
         module.POLICY = changed  # type: ignore[attr-defined]
 
 
-def measure_scene(task: Task) -> tuple[float, Counter[Arm]]:
+def measure_scenario(task: Task) -> tuple[float, Counter[Arm]]:
     """Returns the share of the best arms' rate that `auto` reaches, and its plans."""
-    changed, scene, seed, known = task
+    changed, scenario, seed, known = task
     use_constants(changed)
-    played = play_scene(SCENES[scene], seed, None, known.tunings, known.memory)
-    return sum(known.best.values()) / sum(played.spent.values()), played.plans
+    result = run_scenario(SCENARIOS[scenario], seed, None, known.tunings, known.memory)
+    return sum(known.best.values()) / sum(result.spent.values()), result.plans
 
 
 def _find_best_arms(place: tuple[int, int]) -> BestArms:
-    return find_best_arms(SCENES[place[0]], place[1])
+    return find_best_arms(SCENARIOS[place[0]], place[1])
 
 
 def variants(name: str) -> Iterator[tuple[str, PolicyConstants]]:
@@ -286,7 +295,7 @@ def variants(name: str) -> Iterator[tuple[str, PolicyConstants]]:
         yield f"{name}: {value:g} -> {other:g}", replace(POLICY, **{name: other})
 
 
-# The test of each constant of fixed modes and of several draft workers, which no scene has.
+# The test of each constant of fixed modes and of several draft workers, which no scenario has.
 TESTED_CONSTANTS: Mapping[str, str] = {
     "max_silent_rounds": "tests/orchestrator/test_drafters.py",
     "latency_smoothing": "tests/orchestrator/test_drafter_latency.py",
@@ -319,41 +328,42 @@ OTHER_VALUES: Mapping[str, Sequence[float]] = {
 }
 
 
-class SceneMeasurer:
-    """Measures all scenes in parallel, each as the mean of the same seeds."""
+class ScenarioMeasurer:
+    """Measures all scenarios in parallel, each as the mean of the same seeds."""
 
     def __init__(self, pool: ProcessPoolExecutor, seeds: Sequence[int]) -> None:
         self._pool, self._seeds = pool, len(seeds)
-        self._places = [(scene, seed) for scene in range(len(SCENES)) for seed in seeds]
+        self._places = [(scenario, seed) for scenario in range(len(SCENARIOS)) for seed in seeds]
         self._known = list(pool.map(_find_best_arms, self._places))
 
     def __call__(self, changed: PolicyConstants) -> tuple[list[float], list[Counter[Arm]]]:
-        """Returns the result of each scene with these constants, and the plans of its rounds."""
+        """Returns the result of each scenario with these constants, and the plans of its rounds."""
         tasks = [(changed, *place, known) for place, known in zip(self._places, self._known, strict=True)]
-        found = list(self._pool.map(measure_scene, tasks))
-        by_scene = [found[at : at + self._seeds] for at in range(0, len(found), self._seeds)]
-        return [fmean(rate for rate, _ in runs) for runs in by_scene], [
-            sum((p for _, p in r), Counter()) for r in by_scene
+        found = list(self._pool.map(measure_scenario, tasks))
+        by_scenario = [found[at : at + self._seeds] for at in range(0, len(found), self._seeds)]
+        return [fmean(rate for rate, _ in runs) for runs in by_scenario], [
+            sum((p for _, p in r), Counter()) for r in by_scenario
         ]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", metavar="NAMES", help="these constants, with commas (default: all)")
-    parser.add_argument("--seeds", type=int, default=2, metavar="N")
-    parser.add_argument("--processes", type=int, default=2, metavar="N")
-    parser.add_argument("--scenes", action="store_true", help="only the scenes with today's constants")
+    parser.add_argument("--only", default="", metavar="NAMES", help="comma-separated constants (default: all)")
+    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="runs per scenario (default: 2)")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="parallel processes (default: 2)")
+    scenarios = "only measure the scenarios with the present constants"
+    parser.add_argument("--scenarios", "--scenes", dest="scenarios", action="store_true", help=scenarios)
 
 
 def run(options: argparse.Namespace) -> int:
     seeds = [1000 * (1 + seed) for seed in range(values.check_int("seeds", options.seeds, 1, 100))]
     with ProcessPoolExecutor(options.processes) as pool:
-        measure = SceneMeasurer(pool, seeds)
+        measure = ScenarioMeasurer(pool, seeds)
         base, plans = measure(POLICY)
-        print("| scene | share of the best arms' rate | plans |\n|---|---|---|")
-        for scene, rate, used in zip(SCENES, base, plans, strict=True):
-            print(f"| {scene.name} | {rate:.3f} | {_format_plans(used)} |")
+        print("| scenario | share of the best arms' rate | plans |\n|---|---|---|")
+        for scenario, rate, used in zip(SCENARIOS, base, plans, strict=True):
+            print(f"| {scenario.name} | {rate:.3f} | {_format_plans(used)} |")
         print(f"| mean | {fmean(base):.3f} | |\n", flush=True)
-        if not options.scenes:
+        if not options.scenarios:
             every = [field.name for field in fields(PolicyConstants)]
             _print_changes(measure, base, options.only.split(",") if options.only else every)
     return 0
@@ -367,21 +377,23 @@ def _format_plans(plans: Counter[Arm]) -> str:
     )
 
 
-def _print_changes(measure: SceneMeasurer, base: Sequence[float], names: Sequence[str]) -> None:
-    print("| constant: value -> other | mean +- error | worst scene | lost most | won most |\n|---|---|---|---|---|")
+def _print_changes(measure: ScenarioMeasurer, base: Sequence[float], names: Sequence[str]) -> None:
+    print(
+        "| constant: value -> other | mean +- error | worst scenario | loses most | gains most |\n|---|---|---|---|---|"
+    )
     for name in names:
         if name in TESTED_CONSTANTS:
-            print(f"| {name}: {getattr(POLICY, name):g} | no scene | | {TESTED_CONSTANTS[name]} | |", flush=True)
+            print(f"| {name}: {getattr(POLICY, name):g} | no scenario | | {TESTED_CONSTANTS[name]} | |", flush=True)
             continue
         for text, changed in variants(name):
             rates, _ = measure(changed)
             change = [100 * (new - old) for new, old in zip(rates, base, strict=True)]
-            by_change = sorted(zip(change, (scene.name for scene in SCENES), strict=True))
-            (lost, loser), (won, winner) = by_change[0], by_change[-1]
+            by_change = sorted(zip(change, (scenario.name for scenario in SCENARIOS), strict=True))
+            (loss, loser), (gain, winner) = by_change[0], by_change[-1]
             error = stdev(change) / math.sqrt(len(change))
             print(
                 f"| {text} | {fmean(change):+.2f} +- {error:.2f} | {100 * (min(rates) - min(base)):+.1f} |"
-                f" {lost:+.1f} {loser} | {won:+.1f} {winner} |",
+                f" {loss:+.1f} {loser} | {gain:+.1f} {winner} |",
                 flush=True,
             )
 

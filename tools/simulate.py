@@ -72,9 +72,9 @@ class SimulatedRow:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE")
-    parser.add_argument("--prompts", type=int, default=8, metavar="N")
-    parser.add_argument("--max-tokens", type=int, default=300, metavar="N")
+    parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE", help="latency profile")
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="prompts per mode (default: 8)")
+    parser.add_argument("--max-tokens", type=int, default=300, metavar="N", help="tokens per text (default: 300)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the rows as JSON here")
 
 

@@ -1,5 +1,5 @@
-"""Trains the tiny pair: text, tokenizer, target, teacher's logits, distilled draft, Hugging Face files.
+"""Trains models: pairs like the tiny one, and, for an existing target, heads (`heads/`) and draft models (`draft/`).
 
-Nothing that runs a cluster imports this package. Only `llama`, `loop`, `teacher`, `distill`, `pipeline` and `export`
-need PyTorch.
+Nothing that runs a cluster imports this package. `corpus`, `recipe`, `record`, `progress` and `storage` do not import
+PyTorch.
 """

@@ -56,8 +56,11 @@ def gather(
 ) -> Corpus:
     """Reads `library` and every folder of `extra`; holds out `held_out` files of the library.
 
-    A text that occurs twice is used once, so that no copy of a held-out file is trained on. `max_characters` limits
-    the training text. Raises InvalidRequest for a folder that is missing or has no Python, or too small a library.
+    Of equal files only one is used, so that no copy of a held-out file is trained on. `max_characters` limits the
+    training text.
+
+    Raises:
+        InvalidRequest: a folder is missing or has no Python files, or the library has too few.
     """
     ranked = sorted(python_files(library), key=lambda source: _rank(seed, source.name))
     if len(ranked) <= held_out:
@@ -65,14 +68,14 @@ def gather(
             f"{library} has {len(ranked)} usable Python files; expected more than {held_out}, which are held out: "
             "use a Python with the sources of its standard library"
         )
-    kept, rest = ranked[:held_out], ranked[held_out:]
+    unseen, train = ranked[:held_out], ranked[held_out:]
     for folder in extra:
-        found = list(python_files(folder))
-        if not found:
+        added = list(python_files(folder))
+        if not added:
             raise InvalidRequest(f"{folder} has no .py file of {MIN_CHARACTERS} to {MAX_CHARACTERS} characters")
-        rest += found
-    rest.sort(key=lambda source: _rank(seed, source.name))
-    return Corpus(tuple(_distinct(rest, kept, max_characters)), tuple(kept))
+        train += added
+    train.sort(key=lambda source: _rank(seed, source.name))
+    return Corpus(tuple(_distinct(train, unseen, max_characters)), tuple(unseen))
 
 
 def _rank(seed: int, name: str) -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from models.training.llama import Llama
 from models.training.recipe import Shape
+from models.training.storage import write_json
 from models.training.tokenizer import END_OF_TEXT
 
 
@@ -22,9 +23,9 @@ def write_model(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
         for name, tensor in model.state_dict().items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", _config(model.shape))
+    write_json(folder / "config.json", {**llama_config(model.shape), "bos_token_id": 0, "eos_token_id": 0})
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    _write_json(
+    write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -36,7 +37,8 @@ def write_model(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
     )
 
 
-def _config(shape: Shape) -> dict[str, object]:
+def llama_config(shape: Shape) -> dict[str, Any]:
+    """Returns the fields of config.json for a model of this shape in float16."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -48,17 +50,11 @@ def _config(shape: Shape) -> dict[str, object]:
         "head_dim": shape.head_dim,
         "rms_norm_eps": shape.norm_epsilon,
         "vocab_size": shape.vocab,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.tied,
         "rope_theta": shape.rope_base,
         "max_position_embeddings": shape.context,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
         "torch_dtype": "float16",
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
     }
-
-
-def _write_json(path: Path, content: dict[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")

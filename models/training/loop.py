@@ -1,7 +1,7 @@
-"""The training loop of both models: AdamW, a cosine schedule per phase, bfloat16 autocast, checkpoints.
+"""The training loop of pairs and heads: AdamW, a cosine schedule per phase, bfloat16 autocast, checkpoints.
 
-It is independent of text and teacher: a loss function maps draws to a loss. A step depends only on the recipe and its
-number, so an interrupted run gives the same result as an uninterrupted one.
+It knows nothing of text and teacher: a function computes the loss of a batch from the numbers of its windows. A step
+depends only on the recipe and its number, so an interrupted run gives the same result as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from models.training.storage import replacing
 
 CHECKPOINT_PERIOD_S = 120.0
 _WEIGHT_DECAY = 0.1
-_CLIP = 1.0
+_MAX_GRAD_NORM = 1.0
 _BETAS = (0.9, 0.95)
 _WARMUP_SHARE = 0.03
-_FLOOR = 0.1  # final rate as a share of the peak rate
+_FINAL_RATE = 0.1  # as a share of the peak rate
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The windows of a step: draws `first` to `first + size` of phase number `phase`."""
+    """The windows of a batch: the random draws `first` to `first + size` in phase number `phase`."""
 
     phase: int
     length: int
@@ -39,7 +39,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The loop's position: step `number` of `count` in phase number `phase`."""
+    """The position of the loop: step `number` of `count` in phase number `phase`."""
 
     phase: int
     number: int
@@ -50,8 +50,8 @@ class Step:
         warmup = max(1, round(self.count * _WARMUP_SHARE))
         if self.number < warmup:
             return peak * (self.number + 1) / warmup
-        done = (self.number - warmup) / max(1, self.count - warmup)
-        return peak * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+        progress = (self.number - warmup) / max(1, self.count - warmup)
+        return peak * (_FINAL_RATE + (1 - _FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def pick_device() -> torch.device:
@@ -60,19 +60,24 @@ def pick_device() -> torch.device:
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:
-    """Returns bfloat16 if it is faster than float32 (CUDA, CPUs with AVX512-BF16 or AMX), else float32."""
-    fast = device.type == "cuda" or (torch.backends.mkldnn.is_available() and _multiplies_bfloat16())
-    return torch.bfloat16 if fast else torch.float32
+    """Returns bfloat16 if the device multiplies it faster than float32 (CUDA, AVX512-BF16, AMX), else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast and torch.backends.mkldnn.is_available() else torch.float32
 
 
-def _multiplies_bfloat16() -> bool:
-    found: bool = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return found
+def autocast(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
+    """Returns a context in which matrix products are bfloat16, if `dtype` is."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
-def autocast(device: torch.device) -> torch.autocast:
-    """Returns a context in which matrix products are bfloat16."""
-    return torch.autocast(device.type, dtype=torch.bfloat16)
+def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
+    """Returns an optimizer in which only matrices decay. The training loop sets its learning rate."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=_BETAS, fused=True)
 
 
 class Loop:
@@ -80,7 +85,7 @@ class Loop:
 
     def __init__(self, name: str, model: nn.Module, phases: tuple[Phase, ...], batch_tokens: int) -> None:
         self._name, self._model, self._phases, self._batch_tokens = name, model, phases, batch_tokens
-        self._optimizer = _optimizer(model)
+        self._optimizer = adamw(model, _WEIGHT_DECAY)
 
     def run(
         self, loss_of: Callable[[Draws], Tensor], checkpoint: Path, *, period_s: float = CHECKPOINT_PERIOD_S
@@ -104,7 +109,7 @@ class Loop:
     ) -> None:
         phase = self._phases[index]
         size, count = phase.windows(self._batch_tokens), phase.steps(self._batch_tokens)
-        progress = Progress(f"{self._name} at {phase.length}", count, "steps")
+        progress = Progress(f"{self._name}, windows of {phase.length}", count, "steps")
         saved = time.monotonic()
         for step in range(number, count):
             loss = self._step(Step(index, step, count), loss_of(Draws(index, phase.length, step * size, size)))
@@ -118,7 +123,7 @@ class Loop:
             group["lr"] = step.rate(self._phases[step.phase].rate)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self._model.parameters(), _CLIP)
+        nn.utils.clip_grad_norm_(self._model.parameters(), _MAX_GRAD_NORM)
         self._optimizer.step()
         return loss.item()
 
@@ -139,10 +144,3 @@ class Loop:
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         return int(state["phase"]), int(state["number"])
-
-
-def _optimizer(model: nn.Module) -> torch.optim.AdamW:
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=_BETAS, fused=True)

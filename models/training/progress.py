@@ -1,4 +1,4 @@
-"""Shows a line of progress per stage: rewritten in place on a terminal, else a new line every half minute."""
+"""Shows the progress of a stage: a line that is rewritten in place on a terminal, and every half minute in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe of a pair: model shapes, training phases, presets, and their checks. Needs no torch."""
+"""The recipe of a pair: model shapes, training phases, presets, and their checks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Recipe:
     target_phases: tuple[Phase, ...]
     draft_phases: tuple[Phase, ...]
     batch_tokens: int
-    teacher_top: int  # teacher log-probabilities stored per position; the rest is one lump
+    teacher_top: int  # most likely tokens of the teacher that are stored per position
     held_out_files: int
     max_characters: int | None  # of training text; None takes all
 

@@ -1,5 +1,7 @@
-"""`training.json` of a pair: its recipe, training text, and held-out files, which `evaluate.py` reads. Needs no
-torch."""
+"""`training.json` of a pair: its recipe, training text, and held-out files, which `evaluate.py` reads.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from models.training.recipe import Recipe
+from models.training.storage import write_json
 from outrider.protocol.errors import InvalidRequest
 
 FILE_NAME = "training.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class ModelRecord:
     """One model of the pair: the tokens it was trained on, and its held-out loss at full context in nats per token."""
 
     tokens_seen: int
@@ -23,7 +26,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The record of a finished run."""
+    """The content of `training.json`."""
 
     recipe: Recipe
     python: str
@@ -31,13 +34,13 @@ class Record:
     files: int
     characters: int
     tokens: int
-    target: Trained
-    draft: Trained
+    target: ModelRecord
+    draft: ModelRecord
     held_out: tuple[str, ...]
 
     def write(self, pair: Path) -> None:
         """Writes `training.json` into the folder of the pair."""
-        (pair / FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        write_json(pair / FILE_NAME, asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,5 +60,7 @@ def read_held_out(pair: Path) -> HeldOut | None:
         content = json.loads(path.read_text())
         python, names = content["python"], content["held_out"]
     except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(f"{path} is not a record of a training run; train the pair again or use --text") from error
+        raise InvalidRequest(
+            f"{path} is not the record of a training run; train the pair again or use --text"
+        ) from error
     return HeldOut(str(python), tuple(str(name) for name in names))

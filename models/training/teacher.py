@@ -1,13 +1,15 @@
-"""Stores the target's best log-probabilities at every position of the training text.
+"""Distillation of a pair's draft: the teacher's most likely tokens at every position, on disk, and the loss.
 
-The teacher's forward costs far more than a draft's step; stored, it is computed once for all epochs. There are two
+A forward of the teacher costs far more than a step of the draft, so it is computed once for all epochs. There are two
 memory-mapped arrays [windows, length, top]: token ids (uint16) and log-probabilities (float16), 4 bytes per entry.
 `done.json` counts the windows written, so that an interrupted run continues.
+
+The loss is KL(teacher || draft). All tokens but the teacher's most likely ones count as one token, the rest. This is a
+lower bound of the full divergence that still penalises a draft that gives the rest more probability than the teacher.
 """
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,19 +19,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.training import windows
-from models.training.llama import Llama
+from models.training.llama import Llama, top_log_probs
 from models.training.loop import autocast
 from models.training.progress import Progress
-from models.training.storage import replacing
-from outrider.protocol.errors import InvalidRequest
+from models.training.storage import check_free_space
+from outrider.protocol.digest import replace_file
 
 _FORWARD_TOKENS = 8192  # per forward; bounds memory
 _FLUSH_EVERY = 16  # forwards
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherRows:
-    """Windows with the teacher's predictions: tokens [rows, length], ids and log-probabilities [rows, length, top]."""
+class TeacherBatch:
+    """Windows and the teacher's predictions: tokens [N, length], ids and log-probabilities [N, length, top]."""
 
     tokens: Tensor
     ids: Tensor
@@ -43,31 +45,32 @@ class TeacherCache:
         """Opens or creates the files. Raises InvalidRequest if the disk has too little space."""
         self._tokens, self.count, self._length = tokens, count, length
         self._done_path = folder / "done.json"
-        fresh = not self._done_path.exists()
+        is_new = not self._done_path.exists()
         folder.mkdir(exist_ok=True)
         shape = (count, length, top)
-        if fresh:
-            _check_room(folder, 4 * count * length * top)
-        self._ids = _array(folder / "ids.npy", np.uint16, shape, fresh)
-        self._log_probs = _array(folder / "log_probs.npy", np.float16, shape, fresh)
-        if fresh:
-            self._mark(0)
+        if is_new:
+            advice = "choose another --out or fewer --draft-tokens"
+            check_free_space(folder, 4 * count * length * top, "the teacher's predictions", advice)
+        self._ids = _open_array(folder / "ids.npy", np.uint16, shape, is_new)
+        self._log_probs = _open_array(folder / "log_probs.npy", np.float16, shape, is_new)
+        if is_new:
+            self._set_done(0)
 
     def fill(self, teacher: Llama, device: torch.device) -> None:
         """Writes all missing windows."""
         size = max(1, _FORWARD_TOKENS // self._length)
-        progress = Progress("teacher's logits", self.count, "windows")
+        progress = Progress("teacher's predictions", self.count, "windows")
         teacher.eval()
         for index, first in enumerate(range(int(self._done_path.read_text()), self.count, size), start=1):
             last = min(first + size, self.count)
             self._write(teacher, device, np.arange(first, last))
             if index % _FLUSH_EVERY == 0 or last == self.count:
-                self._mark(last)
+                self._set_done(last)
             progress.update(last)
 
-    def rows(self, indices: NDArray[np.int64], device: torch.device) -> TeacherRows:
-        """Returns these windows, with log-probabilities as float32."""
-        return TeacherRows(
+    def batch(self, indices: NDArray[np.int64], device: torch.device) -> TeacherBatch:
+        """Returns the windows with these indices."""
+        return TeacherBatch(
             torch.from_numpy(self._window_tokens(indices)).to(device),
             torch.from_numpy(self._ids[indices].astype(np.int64)).to(device),
             torch.from_numpy(self._log_probs[indices].astype(np.float32)).to(device),
@@ -77,30 +80,33 @@ class TeacherCache:
     def _write(self, teacher: Llama, device: torch.device, indices: NDArray[np.int64]) -> None:
         with autocast(device):
             logits = teacher(torch.from_numpy(self._window_tokens(indices)).to(device))
-        best = torch.log_softmax(logits.float(), dim=-1).topk(self._ids.shape[-1], dim=-1)
-        self._ids[indices] = best.indices.cpu().numpy()
-        self._log_probs[indices] = best.values.cpu().numpy()
+        ids, log_probs = top_log_probs(logits, self._ids.shape[-1])
+        self._ids[indices] = ids.cpu().numpy()
+        self._log_probs[indices] = log_probs.cpu().numpy()
 
     def _window_tokens(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        return windows.rows(self._tokens, indices * self._length, self._length)
+        return windows.gather(self._tokens, indices * self._length, self._length)
 
-    def _mark(self, done: int) -> None:
+    def _set_done(self, windows: int) -> None:
         self._ids.flush()
         self._log_probs.flush()
-        with replacing(self._done_path) as temporary:
-            temporary.write_text(str(done))
+        replace_file(self._done_path, str(windows))
 
 
-def _array(path: Path, dtype: type[np.generic], shape: tuple[int, ...], fresh: bool) -> np.memmap:
-    if fresh:
+def _open_array(path: Path, dtype: type[np.generic], shape: tuple[int, ...], is_new: bool) -> np.memmap:
+    if is_new:
         return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     return np.lib.format.open_memmap(path, mode="r+")
 
 
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise InvalidRequest(
-            f"the teacher's logits need {needed / 1e9:.1f} GB, but the disk of {folder} has {free / 1e9:.1f} GB free; "
-            "choose another --out or fewer --draft-tokens"
-        )
+def kl_to_teacher(logits: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
+    """Returns the mean nats per position. `logits` [..., vocab]; the teacher's `ids` and `log_probs` [..., top]."""
+    logits = logits.float()
+    total = logits.logsumexp(dim=-1)
+    draft_log_probs = logits.gather(-1, ids) - total[..., None]
+    draft_rest = logits.scatter(-1, ids, float("-inf")).logsumexp(dim=-1) - total
+    probs = log_probs.exp()
+    rest = (1 - probs.sum(dim=-1)).clamp(min=0)
+    # xlogy is 0 where the teacher's rest is 0, where the log is infinite.
+    rest_loss = torch.xlogy(rest, rest) - rest * draft_rest
+    return ((probs * (log_probs - draft_log_probs)).sum(dim=-1) + rest_loss).mean()

@@ -1,6 +1,6 @@
 """The pair's tokenizer: byte-level BPE for Python source.
 
-Every byte is a token, so any text can be encoded and decoded. Id 0 begins every document and ends a text.
+Every byte is a token, so any text can be encoded and decoded. Id 0 begins every document and ends generation.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from models.training.corpus import Source
 
 END_OF_TEXT = "<|endoftext|>"
-# A newline and the indentation after it are one piece; words, digits and runs of punctuation are separate.
-_PIECES = r"\n[ ]*| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s+"
+# A newline and the indentation after it are one pre-token; words, digits and runs of punctuation are separate.
+_PRETOKENS = r"\n[ ]*| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s+"
 
 
 def train(texts: Iterable[str], vocab: int) -> Tokenizer:
@@ -23,7 +23,7 @@ def train(texts: Iterable[str], vocab: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(_PRETOKENS), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -16,14 +16,14 @@ from outrider.protocol.errors import InvalidRequest
 from tests.harness.virtual.event_loop import EventLoop
 from tests.harness.virtual.prompt_cache import VirtualPromptCache
 from tools.fleet import __main__ as program
-from tools.fleet import service
+from tools.fleet import service_rates
 from tools.fleet.engine import Engine
 from tools.fleet.ingress import IngressQueue, LeastLoaded, PowerOfTwo, Router, Sessions
 from tools.fleet.job import Job
+from tools.fleet.metrics import Metrics
 from tools.fleet.plan import Fleet, Loss, Scaling, Sizes, Traffic
 from tools.fleet.report import describe_difference, describe_loss, table
-from tools.fleet.simulation import Outcome, Simulation
-from tools.fleet.tally import Tally
+from tools.fleet.simulation import FleetResult, Simulation
 from tools.simulation.profile import Profile
 
 MACHINE = Profile(
@@ -37,17 +37,17 @@ ZONE = Loss("zone", 8.0, 6.0)
 @pytest.fixture(autouse=True, scope="module")
 def short_recording() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "LEARNING_SECONDS", 3.0)
-        patch.setattr(service, "MEASURED_SECONDS", 6.0)
+        patch.setattr(service_rates, "LEARNING_SECONDS", 3.0)
+        patch.setattr(service_rates, "MEASURED_SECONDS", 6.0)
         yield
 
 
 @cache
-def outcome(real: bool, loss: Loss | None = None, fleet: Fleet = FLEET, traffic: Traffic = TRAFFIC) -> Outcome:
+def result(real: bool, loss: Loss | None = None, fleet: Fleet = FLEET, traffic: Traffic = TRAFFIC) -> FleetResult:
     return Simulation(fleet, traffic, real, loss).run(4.0)
 
 
-class SilentMachinery:
+class SilentSource:
     """Accepts requests, and never generates a token."""
 
     busy = 0.0
@@ -65,7 +65,7 @@ def ingress(loop: EventLoop, router: Router, engines: int, ongoing: int = 2) -> 
     made = IngressQueue(loop, router, ongoing)
     for number in range(engines):
         engine = Engine(number, 0, 1, loop, lambda job: None)
-        engine.machinery = SilentMachinery()
+        engine.source = SilentSource()
         made.engines.append(engine)
     return made
 
@@ -77,7 +77,7 @@ def job(name: str, session: str = "s", broken: int = 0) -> Job:
 @pytest.mark.parametrize("real", [False, True], ids=["flow", "rounds"])
 def test_simulation_repeats_with_its_seed_and_differs_with_another(real: bool) -> None:
     traffic = [replace(TRAFFIC, seconds=3.0, seed=seed) for seed in (0, 0, 1)]
-    one, again, other = (Simulation(FLEET, own, real).run(2.0).sums for own in traffic)
+    one, again, other = (Simulation(FLEET, own, real).run(2.0).summary for own in traffic)
     assert one == again != other
 
 
@@ -85,11 +85,11 @@ def test_rounds_of_an_engine_run_with_more_drafters_than_a_server_starts() -> No
     """A fleet's default is ten drafters for an engine. A server starts up to eight of them, and the others join."""
     fleet = replace(FLEET, drafters=Fleet((MACHINE,)).drafters, engines=1, active=1)
     assert fleet.drafters > MAX_DRAFTERS
-    assert Simulation(fleet, replace(TRAFFIC, seconds=1.0), True).run(2.0).sums
+    assert Simulation(fleet, replace(TRAFFIC, seconds=1.0), True).run(2.0).summary
 
 
 def test_flow_simulation_agrees_with_the_real_rounds() -> None:
-    flow, rounds = outcome(False).sums, outcome(True).sums
+    flow, rounds = result(False).summary, result(True).summary
     assert flow.rate == pytest.approx(rounds.rate, rel=0.1)
     assert flow.busy == pytest.approx(rounds.busy, rel=0.1)
     assert flow.ended == pytest.approx(rounds.ended, abs=3)
@@ -97,12 +97,12 @@ def test_flow_simulation_agrees_with_the_real_rounds() -> None:
 
 @pytest.mark.parametrize("real", [False, True], ids=["flow", "rounds"])
 def test_losing_a_zone_loses_no_request(real: bool) -> None:
-    """With real rounds, all generated tokens are compared with the texts."""
-    found = outcome(real, ZONE)
-    broken = [one for one in found.tally.jobs if one.interruptions]
+    """The real rounds compare all tokens with their texts."""
+    found = result(real, ZONE)
+    broken = [one for one in found.metrics.jobs if one.interruptions]
     assert broken and all(one.is_complete for one in broken)
-    assert min(sample.engines for sample in found.tally.samples) == 2 and found.tally.samples[-1].engines == 3
-    assert all(one.received <= one.answer for one in found.tally.jobs)
+    assert min(sample.engines for sample in found.metrics.samples) == 2 and found.metrics.samples[-1].engines == 3
+    assert all(one.received <= one.answer for one in found.metrics.jobs)
     assert "lost at 8 s" in describe_loss(found, ZONE, found) and "100% until the end" in describe_loss(
         found, ZONE, found
     )
@@ -113,27 +113,29 @@ def test_losing_a_zone_loses_no_request(real: bool) -> None:
 def test_interrupted_request_waits_until_the_loss_is_noticed() -> None:
     late, until = replace(ZONE, engine=5.0), replace(TRAFFIC, seconds=14.0)
     jobs = [
-        [job for job in found.tally.jobs if job.interruptions]
-        for found in (outcome(True, ZONE), outcome(True, late, traffic=until))
+        [job for job in found.metrics.jobs if job.interruptions]
+        for found in (result(True, ZONE), result(True, late, traffic=until))
     ]
     soon, later = (max(job.gap for job in broken if job.first is not None and job.first < ZONE.at) for broken in jobs)
     assert later > soon > 0.5
 
 
 def test_gaps_of_a_loss_are_of_texts_that_had_begun() -> None:
-    """A request that was interrupted before its first token has no gap in its text."""
-    found = outcome(False, ZONE)
-    tally = Tally(found.tally.tokens, found.tally.samples, [replace(job("asked"), first=9.0, gap=0.0, interruptions=1)])
-    assert "longest gap" not in describe_loss(Outcome(tally, found.sums), ZONE)
-    tally.jobs.append(replace(job("read"), first=7.0, gap=3.0, interruptions=1))
+    """A request that was lost in the queue, or while its prompt was read, has no text with a gap."""
+    found = result(False, ZONE)
+    metrics = Metrics(
+        found.metrics.tokens, found.metrics.samples, [replace(job("asked"), first=9.0, gap=0.0, interruptions=1)]
+    )
+    assert "longest gap" not in describe_loss(FleetResult(metrics, found.summary), ZONE)
+    metrics.jobs.append(replace(job("read"), first=7.0, gap=3.0, interruptions=1))
     assert "longest gap in 1 text: p50 3.0 s, p99 3.0 s, longest 3.0 s" in describe_loss(
-        Outcome(tally, found.sums), ZONE
+        FleetResult(metrics, found.summary), ZONE
     )
 
 
 def test_a_loss_at_the_start_has_nothing_to_recover_to() -> None:
     loss = Loss("drafters", 0.0)
-    assert "recovered" not in describe_loss(outcome(False, loss), loss)
+    assert "recovered" not in describe_loss(result(False, loss), loss)
 
 
 @pytest.mark.parametrize(
@@ -160,15 +162,15 @@ def test_invalid_flags_are_refused_before_a_simulation(
 
 
 def test_nothing_generated_after_a_loss_has_no_share() -> None:
-    quiet = outcome(False, ZONE, traffic=replace(TRAFFIC, rate=0.001))
+    quiet = result(False, ZONE, traffic=replace(TRAFFIC, rate=0.001))
     assert "Share of the tokens" not in describe_loss(quiet, ZONE, quiet)
 
 
 def test_engines_without_drafters_are_slower_but_complete_their_texts() -> None:
-    found, whole = outcome(True, Loss("drafters", 4.0, 10.0)), outcome(True)
-    assert found.sums.interrupted == 0 and found.sums.ended > 0.8 * whole.sums.ended
-    (alone, *_), _ = service.record_service(FLEET, MACHINE, 0)
-    (drafted_for, *_), _ = service.record_service(FLEET, MACHINE, 2)
+    found, whole = result(True, Loss("drafters", 4.0, 10.0)), result(True)
+    assert found.summary.interrupted == 0 and found.summary.ended > 0.8 * whole.summary.ended
+    (alone, *_), _ = service_rates.measure_service_rates(FLEET, MACHINE, 0)
+    (drafted_for, *_), _ = service_rates.measure_service_rates(FLEET, MACHINE, 2)
     assert alone.rate < 0.8 * drafted_for.rate
 
 
@@ -188,10 +190,10 @@ def test_router_chooses_the_less_loaded_engine(router: Router) -> None:
     made.take(job("later"))
     made.take(job("broken", broken=1))
     assert made.waiting == 2
-    ended = made.engines[0].take_all()
+    ended = made.engines[0].remove_all()
     while made.waiting == 2:
         loop.run_next()
-    assert len(ended) == 2 and "broken" in [one.name for engine in made.engines for one in engine.take_all()]
+    assert len(ended) == 2 and "broken" in [one.name for engine in made.engines for one in engine.remove_all()]
 
 
 def test_a_session_keeps_its_engine_until_it_is_full_or_gone() -> None:
@@ -201,7 +203,7 @@ def test_a_session_keeps_its_engine_until_it_is_full_or_gone() -> None:
     full = next(engine for engine in made.engines if engine.load == 3)
     made.take(job("one more", session="mine"))
     assert sum(engine.load for engine in made.engines if engine is not full) == 1
-    full.known = False
+    full.is_routable = False
     made.take(job("again", session="mine"))
     assert full.load == 3 and sum(engine.load for engine in made.engines) == 5
 
@@ -209,10 +211,10 @@ def test_a_session_keeps_its_engine_until_it_is_full_or_gone() -> None:
 def test_engines_are_added_for_waiting_requests_and_removed_when_idle() -> None:
     scaling = Scaling(1, 4, 2.0, up=3.0, down=5.0, start=2.0)
     fleet = replace(FLEET, engines=1, scaling=scaling)
-    engines = [sample.engines for sample in outcome(False, None, fleet, replace(TRAFFIC, rate=4.0)).tally.samples]
+    engines = [sample.engines for sample in result(False, None, fleet, replace(TRAFFIC, rate=4.0)).metrics.samples]
     assert engines[0] == 1 and max(engines) == 4
     quiet = replace(FLEET, engines=4, scaling=scaling)
-    assert outcome(False, None, quiet, replace(TRAFFIC, rate=0.02)).tally.samples[-1].engines == 1
+    assert result(False, None, quiet, replace(TRAFFIC, rate=0.02)).metrics.samples[-1].engines == 1
 
 
 def test_remembered_texts_are_found_by_prefix_and_evicted_when_full() -> None:

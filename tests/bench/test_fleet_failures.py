@@ -1,4 +1,4 @@
-"""Fleet failures: readers continue at the next ingress, and a table shows texts that differ and exceeded limits."""
+"""Fleet failures: readers continue at the next ingress, the clock server sends the time, a table shows what differs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.protocol.errors import InvalidRequest
 from tools.fleet_failures.__main__ import parse_rows
-from tools.fleet_failures.clockwork import Clockwork
+from tools.fleet_failures.clock_server import ClockServer
 from tools.fleet_failures.costs import lags_by_client
-from tools.fleet_failures.reader import BrokenAnswer, Reader, WantedText
+from tools.fleet_failures.kills import KillResult
+from tools.fleet_failures.reader import IncompleteResponse, Reader, WantedText
 from tools.fleet_failures.report import make_row, table
-from tools.fleet_failures.rows import KillResult
 
 WANTED = WantedText((7, 8), 6, 0.8, 3)
 
@@ -54,21 +54,21 @@ def test_a_reader_continues_at_the_next_ingress() -> None:
     with ingress(4, first) as one, ingress(9, second) as other:
         reader = Reader([one, other], WANTED, "a session")
         reader.read()
-    assert reader.tokens == [2, 3, 4, 5, 6, 7] and len(reader.breaks) == 1
+    assert reader.tokens == [2, 3, 4, 5, 6, 7] and len(reader.interruptions) == 1
     assert first[0]["prompt"] == [7, 8] and first[0]["max_tokens"] == 6
     assert second[0]["prompt"] == [7, 8, 2, 3, 4, 5] and second[0]["max_tokens"] == 2
     assert second[0]["seed"] == first[0]["seed"] == 3
 
 
-def test_a_reader_without_any_working_ingress_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_without_any_ingress_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.fleet_failures.reader.RETRY_SECONDS", 0.0)
-    with ingress(0, []) as url, pytest.raises(BrokenAnswer, match="before its text"):
+    with ingress(0, []) as url, pytest.raises(IncompleteResponse, match="before its text"):
         Reader([url], WANTED, "").read()
 
 
-def test_clockwork_engine_sends_the_time_of_each_chunk() -> None:
-    with closing(Clockwork(pace=0.0)) as clockwork, asyncio.Runner() as runner:
-        lags = lags_by_client(AsyncClient(clockwork.endpoint), WANTED, runner)
+def test_clock_server_sends_the_time_of_each_chunk() -> None:
+    with closing(ClockServer(pace=0.0)) as server, asyncio.Runner() as runner:
+        lags = lags_by_client(AsyncClient(server.endpoint), WANTED, runner)
     assert len(lags) == WANTED.length and all(lag > 0 for lag in lags)
 
 

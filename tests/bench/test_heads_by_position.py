@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.protocol.messages import Timings
-from tools.heads import HeadResult, draw, format_table, read_held_out
+from tools.heads import HeadResult, draw, format_table, held_out_beginnings
 
 ROUNDS = (
     Timings(predicted_n=10, rounds=4, accepted_by_position=(3, 2, 1), drafted_by_position=(4, 4, 4)),
@@ -33,9 +33,10 @@ def test_head_results_are_drawn(tmp_path: Path) -> None:
 
 
 def test_held_out_texts_come_from_the_heads_training_record(tmp_path: Path) -> None:
-    assert read_held_out(tmp_path, 2) == []
-    (tmp_path / "training.json").write_text(json.dumps({"held_out": ["gone.py", "argparse.py", "ast.py", "bdb.py"]}))
-    texts = read_held_out(tmp_path, 2)
+    assert held_out_beginnings(tmp_path, 2) == []
+    record = {"python": "3.11.0", "held_out": ["gone.py", "argparse.py", "ast.py", "bdb.py"]}
+    (tmp_path / "training.json").write_text(json.dumps(record))
+    texts = held_out_beginnings(tmp_path, 2)
     library = Path(sysconfig.get_path("stdlib"))
     assert [len(text) for text in texts] == [600, 600]
     assert (library / "ast.py").read_text(encoding="utf-8").startswith(texts[1])

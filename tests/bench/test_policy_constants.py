@@ -14,23 +14,23 @@ from outrider.protocol.heads import NGRAM
 from tests.harness.settings import round_settings
 from tools import policy_constants
 from tools.policy_constants import (
-    SCENES,
+    SCENARIOS,
     TWO_CORES,
     USELESS_DRAFT_TEXTS,
     find_best_arms,
-    measure_scene,
-    play_scene,
+    measure_scenario,
+    run_scenario,
     use_constants,
     variants,
 )
 from tools.simulation.auto_rounds import Server, Text
 
 QUIET = replace(TWO_CORES, noise=0.0, cold_ms=0.0)
-CROWDS = next(scene for scene in SCENES if scene.name == "two cores, crowds, disturbed")
+SEVERAL = next(scenario for scenario in SCENARIOS if scenario.name == "two cores, several requests, disturbed")
 
 
 def test_rounds_repeat_exactly() -> None:
-    first, second = (play_scene(CROWDS, 1) for _ in range(2))
+    first, second = (run_scenario(SEVERAL, 1) for _ in range(2))
     assert (first.spent, first.plans) == (second.spent, second.plans)
 
 
@@ -44,10 +44,10 @@ def test_plain_decoding_takes_the_machines_time() -> None:
 def test_auto_loses_little_with_a_useless_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """With such a draft, plain decoding and n-gram copies are the best fixed plans."""
     monkeypatch.setattr(policy_constants, "fixed_plans", lambda _: [Arm("ar", 1), Arm("sd", 4, 16, NGRAM)])
-    place = next(index for index, scene in enumerate(SCENES) if scene.kinds == USELESS_DRAFT_TEXTS and not scene.tuned)
-    rate, plans = measure_scene((POLICY, place, 1, find_best_arms(SCENES[place], 1)))
-    without_draft = sum(n for plan, n in plans.items() if plan.mode == "ar" or plan.drafter == NGRAM)
-    assert rate > 0.93 and without_draft > 0.8 * plans.total()
+    place = next(i for i, one in enumerate(SCENARIOS) if one.kinds == USELESS_DRAFT_TEXTS and not one.tuned)
+    rate, plans = measure_scenario((POLICY, place, 1, find_best_arms(SCENARIOS[place], 1)))
+    without = sum(n for plan, n in plans.items() if plan.mode == "ar" or plan.drafter == NGRAM)
+    assert rate > 0.93 and without > 0.8 * plans.total()
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(PolicyConstants)])
@@ -59,7 +59,7 @@ def test_every_constant_is_measured_with_other_values(name: str) -> None:
 def test_changed_constants_change_what_auto_does() -> None:
     try:
         use_constants(replace(POLICY, stay_margin=100.0))
-        changed = play_scene(CROWDS, 1).plans
+        stubborn = run_scenario(SEVERAL, 1).plans
     finally:
         use_constants(POLICY)
-    assert changed != play_scene(CROWDS, 1).plans
+    assert stubborn != run_scenario(SEVERAL, 1).plans

@@ -14,7 +14,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.bench.virtual_time import PROMPT_TOKENS, VOCAB, VirtualCluster, random_texts
-from tools.simulation.odds import UNRANKED, Luck
+from tools.simulation.odds import UNRANKED, TextDraws
 from tools.simulation.profile import PROFILES, Profile
 from tools.simulation.replay import ReplayDrafter, Script
 from tools.simulation.simulator import Policy, Simulator
@@ -58,7 +58,7 @@ def test_round_time_is_that_of_a_tree_longer_than_the_verify() -> None:
 def test_ssd_without_hits_is_as_fast_as_sd(anytime: bool) -> None:
     """The third token is never accepted and bonus tokens are never among the candidates."""
     hopeless = replace(MACHINE, acceptance=(0.8, 0.8, 0.0), bonus_ranks=())
-    ahead = Simulator(hopeless, Policy("ssd", 3, 8, anytime=anytime, filled=False)).run(TOKENS)
+    ahead = Simulator(hopeless, Policy("ssd", 3, 8, anytime=anytime, adaptive_fallback=False)).run(TOKENS)
     assert ahead.hit_rate == 0
     assert ahead.tokens_per_second == pytest.approx(rate(hopeless, Policy("sd", 3)), rel=0.01)
 
@@ -75,7 +75,7 @@ def test_message_hops_cost_ssd_and_sd_time() -> None:
 
 
 def test_gain_of_ssd_shrinks_as_the_batch_grows() -> None:
-    policy = Policy("ssd", 4, 8, filled=False)
+    policy = Policy("ssd", 4, 8, adaptive_fallback=False)
     gains = [rate(MACHINE, policy, batch) / rate(MACHINE, Policy("sd", 4), batch) for batch in (1, 4, 16)]
     assert gains[0] > gains[1] > gains[2]
 
@@ -88,9 +88,14 @@ def test_more_branches_raise_the_hit_rate() -> None:
 @pytest.mark.parametrize("profile", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
 def test_no_extension_of_the_papers_policy_costs_speed(profile: Path) -> None:
     machine = Profile.read(profile)
-    paper = Policy("ssd", 3, 12, "geometric", anytime=False, filled=False, hoping=False)
+    paper = Policy("ssd", 3, 12, "geometric", anytime=False, adaptive_fallback=False, branch_waits=False)
     rates = [rate(machine, paper)]
-    for more in ({"fan_out": "best-first"}, {"filled": True}, {"anytime": True}, {"hoping": True}):
+    for more in (
+        {"fan_out": "best-first"},
+        {"adaptive_fallback": True},
+        {"anytime": True},
+        {"branch_waits": True},
+    ):
         paper = replace(paper, **more)  # type: ignore[arg-type]
         rates.append(rate(machine, paper))
     assert all(after > 0.99 * before for before, after in pairwise(rates)), rates
@@ -99,7 +104,7 @@ def test_no_extension_of_the_papers_policy_costs_speed(profile: Path) -> None:
 def test_branches_for_full_acceptance_arrive_with_the_second_forward() -> None:
     """Here that is just after the verify. Without waiting, every outcome of a drafter that is always right misses."""
     late = replace(SURE, draft=Latency(((1, 6.0),)))
-    policy = Policy("ssd", 1, 4, filled=False, hoping=False)
+    policy = Policy("ssd", 1, 4, adaptive_fallback=False, branch_waits=False)
     assert Simulator(late, policy).run(TOKENS).hit_rate < 0.01
 
 
@@ -107,7 +112,7 @@ def test_an_outcome_waits_for_branches_on_their_way() -> None:
     """The second forward, with the branches for full acceptance, ends just after the verify."""
     late = replace(MACHINE, draft=Latency(((1, 4.9),)), link_ms=0.2)
     policy = Policy("ssd", 2, 8)
-    assert rate(late, policy) > 1.1 * rate(late, replace(policy, hoping=False))
+    assert rate(late, policy) > 1.1 * rate(late, replace(policy, branch_waits=False))
 
 
 # --- against the real rounds ------------------------------------------------------------------------------------------
@@ -126,8 +131,8 @@ CASES = [
 ]
 
 
-def luck_of(script: Script, text: tuple[int, ...]) -> Luck:
-    """Returns where the replay drafter is right about `text`, and the rank of the right token where it is not."""
+def draws_of(script: Script, text: tuple[int, ...]) -> TextDraws:
+    """The replay drafter's outcomes for `text`."""
     tree = ReplayDrafter(script).open(text[:PROMPT_TOKENS], SamplingParams())
     draws, ranks = [], []
     for token in text[PROMPT_TOKENS:]:
@@ -135,7 +140,7 @@ def luck_of(script: Script, text: tuple[int, ...]) -> Luck:
         draws.append(0.0 if found[0] == token else 1.0)
         ranks.append(found.index(token) - 1 if token in found[1:] else UNRANKED)
         tree.commit(tree.feed([tree.root], [token]))
-    return Luck(tuple(draws), tuple(ranks))
+    return TextDraws(tuple(draws), tuple(ranks))
 
 
 @pytest.mark.parametrize(("profile", "policy"), CASES, ids=lambda case: getattr(case, "name", str(case))[:60])
@@ -153,7 +158,7 @@ def test_simulator_agrees_with_the_real_rounds(profile: Profile, policy: Policy)
     cluster.run(texts[0], 200, policy.mode)
     timings = cluster.run(texts[1], tokens, policy.mode)
     script = Script(texts, profile.acceptance, profile.bonus_ranks, VOCAB)
-    found = Simulator(profile, policy).play([luck_of(script, texts[1])])
+    found = Simulator(profile, policy).play([draws_of(script, texts[1])])
     assert found.tokens_per_second == pytest.approx(timings.predicted_per_second, rel=0.03)
     lookups = timings.cache_hits + timings.cache_misses
     assert found.hit_rate == pytest.approx(timings.cache_hits / lookups if lookups else 0.0, abs=0.08)

@@ -11,9 +11,9 @@ from outrider.bench.comparison.runs import Interval
 from outrider.protocol.errors import WorkerError
 from tools import http_cost
 from tools.load import make_blocks
-from tools.web.generator import TimedAnswer, poisson_times
 from tools.web.latency import draw, make_row, table
-from tools.web.reading import StreamTimes, parse_stream
+from tools.web.load_generator import TimedAnswer, poisson_arrivals
+from tools.web.streams import StreamTimes, parse_stream
 
 
 def event(text: str) -> bytes:
@@ -35,8 +35,8 @@ def test_an_incomplete_stream_is_an_error(events: list[tuple[float, bytes]]) -> 
 
 
 def test_random_times_have_the_given_rate_and_repeat_with_the_seed() -> None:
-    times = poisson_times(4000, 5.0, "a")
-    assert times == sorted(times) == poisson_times(4000, 5.0, "a") != poisson_times(4000, 5.0, "b")
+    times = poisson_arrivals(4000, 5.0, "a")
+    assert times == sorted(times) == poisson_arrivals(4000, 5.0, "a") != poisson_arrivals(4000, 5.0, "b")
     assert 4000 / times[-1] == pytest.approx(5.0, rel=0.1)
 
 

@@ -70,8 +70,8 @@ class VirtualCluster(VirtualEngine):
         with self.loop.as_process_clock():
             for request, text in requests.items():
                 self.begin(Admit(request, text[:PROMPT_TOKENS], sampling, mode, frozenset()), text)
-            while not self.world.idle:
-                self.world.step()
+            while not self.loop.idle:
+                self.loop.run_next()
         return [
             self._check_result(request, text, max_tokens, self._events[begun:]) for request, text in requests.items()
         ]

@@ -28,22 +28,23 @@ from tests.models import heads
 torch = pytest.importorskip("torch", reason="training needs PyTorch (the extra `train`)")
 
 from models.training import corpus  # noqa: E402
-from models.training.draft import export, pipeline, prompts, text, trainer, writer  # noqa: E402
-from models.training.draft.learner import coupled  # noqa: E402
+from models.training.draft import batch_generator, pipeline, prompts, text, trainer  # noqa: E402
+from models.training.draft.batch_generator import BatchGenerator, TokensPrompt  # noqa: E402
+from models.training.draft.export import read_draft, write_draft  # noqa: E402
+from models.training.draft.model import coupled_agreement  # noqa: E402
 from models.training.draft.pipeline import DraftRecipe  # noqa: E402
-from models.training.draft.quantise import packed, quantise, rounded  # noqa: E402
-from models.training.draft.store import Answer, Store, StoreForm  # noqa: E402
-from models.training.draft.text import Chat  # noqa: E402
+from models.training.draft.store import Sample, Store, StoreIdentity  # noqa: E402
+from models.training.draft.text import ChatTokenizer  # noqa: E402
 from models.training.draft.trainer import Trainer  # noqa: E402
-from models.training.draft.writer import Question, Writer  # noqa: E402
-from models.training.heads.target import read_target  # noqa: E402
+from models.training.quantise import fake_quantise, pack, quantise  # noqa: E402
+from models.training.target import load_target  # noqa: E402
 
 CPU = torch.device("cpu")
 RECIPE = DraftRecipe(layers=(1,), vocab=160, text_tokens=1500, rate=5e-3, batch_tokens=512, held_out=6)
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
 )
-FORM = StoreForm("target", "text", 0, 4)
+FORM = StoreIdentity("target", "text", 0, 4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,9 +54,9 @@ def _small() -> Any:
     part = corpus.standard_library() / "email"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "standard_library", lambda: part)
-        patch.setattr(pipeline, "_LEAST_TOKENS", 100)
+        patch.setattr(pipeline, "_MIN_TOKENS", 100)
         patch.setattr(pipeline, "_SLOTS", {"cpu": 8})
-        patch.setattr(text, "_LIMITS", (8, 24))
+        patch.setattr(text, "_ANSWER_LIMITS", (8, 24))
         patch.setattr(heads, "TINY", Shape(hidden=64, layers=3, heads=2, kv_heads=1, mlp=96, vocab=300, context=512))
         yield
 
@@ -94,21 +95,21 @@ def run_folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def draft(run_folder: Path, target: Path) -> Path:
     """A draft exported while its run can be resumed."""
-    pipeline.publish(run_folder / "draft", target)
+    pipeline.export(run_folder / "draft", target)
     yield run_folder / "draft"
 
 
 def _run_until(step: int, target: Path, folder: Path) -> None:
     """Trains as the command does, until a stop at that step."""
 
-    def grow(kept: Store, done: int) -> None:
+    def refresh(samples: Store, done: int) -> None:
         if done == step:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "_grow", grow)
-        patch.setattr(trainer, "_JUDGING", 0)
-        patch.setattr(pipeline.TrainerForm, "__init__", _often(pipeline.TrainerForm.__init__))
+        patch.setattr(pipeline, "_refresh", refresh)
+        patch.setattr(trainer, "_EVALUATION_SPACING", 0)
+        patch.setattr(pipeline.TrainerConfig, "__init__", _often(pipeline.TrainerConfig.__init__))
         with pytest.raises(KeyboardInterrupt):
             pipeline.run(RECIPE, target, folder / "draft", folder / "store")
 
@@ -122,7 +123,7 @@ def test_stopped_run_resumes_from_its_last_step(run_folder: Path, target: Path) 
     original = Trainer._step
 
     def watched(self: Trainer, done: float) -> float:
-        seen.append((self.progress.step, len(self.progress.curve)))
+        seen.append((self.state.step, len(self.state.curve)))
         return original(self, done)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -137,7 +138,7 @@ def test_pauses_of_the_process_do_not_count_as_training(run_folder: Path, target
     original = Trainer._batch
 
     def paused(self: Trainer, step: int) -> Any:
-        seconds.append(self.progress.seconds)
+        seconds.append(self.state.seconds)
         time.sleep(0.3)
         return original(self, step)
 
@@ -155,78 +156,80 @@ def test_a_draft_learns_its_targets_distribution(run_folder: Path) -> None:
 def test_generation_resumes_after_the_last_shard_when_its_writer_was_killed(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, model, chat = Store.add, read_target(target, CPU, torch.float32), Chat(target)
-    asked = prompts.Prompts(text.pieces(tmp_path), seed=0)
+    original, model, chat = Store.add, load_target(target, CPU, torch.float32), ChatTokenizer(target)
+    asked = prompts.Prompts(text.load_snippets(tmp_path), seed=0)
     tmp_path /= "answers"
 
-    def killed(store: Store, answers: Any) -> None:
+    def killed(store: Store, samples: Any) -> None:
         if len(list(tmp_path.glob("shard-*"))) == 2:
             (tmp_path / "shard-00000099.safetensors.new").write_bytes(b"half of a sh")
             raise KeyboardInterrupt
-        original(store, answers)
+        original(store, samples)
 
     monkeypatch.setattr(Store, "add", killed)
     with pytest.raises(KeyboardInterrupt):
-        text.write(Store(tmp_path, FORM), model, chat, asked, slots=4, shard=4, enough=lambda number: False)
+        text.generate(Store(tmp_path, FORM), model, chat, asked, slots=4, shard=4, is_enough=lambda number: False)
     monkeypatch.setattr(Store, "add", original)
     again = Store(tmp_path, FORM)
-    assert len(again.answers) == 8
-    begun = again.following
-    text.write(again, model, chat, asked, slots=4, shard=4, enough=lambda number: number >= begun + 2)
-    kept = Store(tmp_path, FORM).answers
-    assert {answer.number for answer in kept[8:]} <= {begun, begun + 1} and len(kept) > 8
-    assert len({(answer.number, answer.temp) for answer in kept}) == len(kept)
+    assert len(again.samples) == 8
+    begun = again.next_number
+    text.generate(again, model, chat, asked, slots=4, shard=4, is_enough=lambda number: number >= begun + 2)
+    kept = Store(tmp_path, FORM).samples
+    assert {sample.number for sample in kept[8:]} <= {begun, begun + 1} and len(kept) > 8
+    assert len({(sample.number, sample.temp) for sample in kept}) == len(kept)
 
 
 def test_stored_probabilities_of_an_answer_are_the_targets(target: Path) -> None:
-    model = read_target(target, CPU, torch.float32)
-    questions = [
-        Question(0, "chat", (0.0, 0.8), list(range(3, 20)), 12),
-        Question(1, "plain", (), list(range(5, 40)), 0),
-        Question(2, "code", (0.8,), list(range(60, 70)), 5),
+    model = load_target(target, CPU, torch.float32)
+    token_prompts = [
+        TokensPrompt(0, "chat", (0.0, 0.8), list(range(3, 20)), 12),
+        TokensPrompt(1, "plain", (), list(range(5, 40)), 0),
+        TokensPrompt(2, "code", (0.8,), list(range(60, 70)), 5),
     ]
-    waiting = iter(questions)
+    waiting = iter(token_prompts)
     found = list(
-        Writer(model, slots=2, length=64, end=frozenset({0}), top=8, seed=0).answers(lambda: next(waiting, None))
+        BatchGenerator(model, slots=2, length=64, eos=frozenset({0}), top=8, seed=0).samples(
+            lambda: next(waiting, None)
+        )
     )
-    assert sorted((answer.number, answer.temp) for answer in found) == [(0, 0.0), (0, 0.8), (1, 0.0), (2, 0.8)]
-    for answer in found:
+    assert sorted((sample.number, sample.temp) for sample in found) == [(0, 0.0), (0, 0.8), (1, 0.0), (2, 0.8)]
+    for sample in found:
         with torch.no_grad():
-            own = torch.log_softmax(model(answer.tokens[None].long())[0, -len(answer.ids) :], dim=-1)
-        assert torch.allclose(own.gather(1, answer.ids.long()), answer.log_probs.float(), atol=0.02)
-        if answer.temp == 0 and answer.kind != "plain":
-            assert answer.tokens[answer.given :].tolist() == own.argmax(dim=-1)[:-1].tolist()
+            own = torch.log_softmax(model(sample.tokens[None].long())[0, -len(sample.ids) :], dim=-1)
+        assert torch.allclose(own.gather(1, sample.ids.long()), sample.log_probs.float(), atol=0.02)
+        if sample.temp == 0 and sample.kind != "plain":
+            assert sample.tokens[sample.prompt_length :].tolist() == own.argmax(dim=-1)[:-1].tolist()
 
 
 def test_an_open_message_is_completed_by_the_target_and_then_answered(target: Path) -> None:
-    model, end, follows = read_target(target, CPU, torch.float32), 7, (7, 8, 9)
+    model, end, follows = load_target(target, CPU, torch.float32), 7, (7, 8, 9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_LONGEST_MESSAGE", 6)  # if it does not end by itself
-        waiting = iter([Question(0, "chat", (0.0,), list(range(20, 30)), 5, follows)])
-        made = Writer(model, slots=1, length=64, end=frozenset({end}), top=8, seed=0)
-        (answer,) = made.answers(lambda: next(waiting, None))
-    tokens = answer.tokens.tolist()[answer.given :]
+        patch.setattr(batch_generator, "_MAX_MESSAGE_TOKENS", 6)  # if it does not end by itself
+        waiting = iter([TokensPrompt(0, "chat", (0.0,), list(range(20, 30)), 5, follows)])
+        made = BatchGenerator(model, slots=1, length=64, eos=frozenset({end}), top=8, seed=0)
+        (sample,) = made.samples(lambda: next(waiting, None))
+    tokens = sample.tokens.tolist()[sample.prompt_length :]
     at = tokens.index(follows[0])
     assert at <= 6 and tuple(tokens[at : at + 3]) == follows
-    assert len(answer.ids) == len(tokens) + 1
+    assert len(sample.ids) == len(tokens) + 1
     with torch.no_grad():
-        own = model(answer.tokens[None].long())[0].argmax(dim=-1)[answer.given - 1 :].tolist()
+        own = model(sample.tokens[None].long())[0].argmax(dim=-1)[sample.prompt_length - 1 :].tolist()
     assert tokens[at + 3 :] == own[at + 3 : -1]  # the answer is at T = 0
 
 
 def test_every_other_prompt_leaves_its_message_open(target: Path, tmp_path: Path) -> None:
-    asked = prompts.Prompts(text.pieces(tmp_path), seed=0)
+    asked = prompts.Prompts(text.load_snippets(tmp_path), seed=0)
     made = [asked.get(number) for number in range(204)]
     assert sum(prompt.is_open for prompt in made) == 96  # of the 192 that are answered
     assert {prompt.kind for prompt in made if prompt.is_open} == set(prompts.KINDS)
-    questions = [Chat(target).question(prompt) for prompt in made]
-    assert all(bool(question.follows) == prompt.is_open for question, prompt in zip(questions, made, strict=True))
-    assert {temp for question in questions if question.follows for temp in question.temps} == {0.0, 0.8}
+    token_prompts = [ChatTokenizer(target).tokenize(prompt) for prompt in made]
+    assert all(bool(tokens.suffix) == prompt.is_open for tokens, prompt in zip(token_prompts, made, strict=True))
+    assert {temp for tokens in token_prompts if tokens.suffix for temp in tokens.temps} == {0.0, 0.8}
 
 
 def test_held_out_prompts_are_not_trained_on(tmp_path: Path) -> None:
-    cut = text.pieces(tmp_path)
-    assert text.pieces(tmp_path) == cut  # as they were kept
+    cut = text.load_snippets(tmp_path)
+    assert text.load_snippets(tmp_path) == cut  # as they were kept
     trained, held_out = prompts.Prompts(cut, seed=0), prompts.Prompts(cut, seed=0, held_out=True)
     seen = {trained.get(number).text for number in range(600)}
     asked = [held_out.get(number) for number in range(60)]
@@ -241,19 +244,19 @@ def test_coupled_probability_equals_that_of_shared_noise() -> None:
     noise = -torch.log(-torch.log(torch.rand(100_000, 40, generator=generator).clamp(min=1e-9)))
     equal = ((target / 0.8 + noise).argmax(-1) == (draft / 0.8 + noise).argmax(-1)).float().mean()
     top = target.topk(32, dim=-1).indices
-    found = coupled(target.log_softmax(-1).gather(1, top), (draft / 0.8).log_softmax(-1).gather(1, top), 0.8)
+    found = coupled_agreement(target.log_softmax(-1).gather(1, top), (draft / 0.8).log_softmax(-1).gather(1, top), 0.8)
     assert float(found[0]) == pytest.approx(float(equal), abs=0.01)
 
 
 def test_packed_4_bit_weights_are_read_correctly_by_mlx() -> None:
     weight = torch.randn(16, 96, generator=torch.Generator().manual_seed(0))
     steps, scales, biases = quantise(weight)
-    parts = [mx.array(packed(steps).numpy()), mx.array(scales.numpy()), mx.array(biases.numpy())]
+    parts = [mx.array(pack(steps).numpy()), mx.array(scales.numpy()), mx.array(biases.numpy())]
     read = np.array(
         mx.dequantize(*(p if p.dtype == mx.uint32 else p.astype(mx.float32) for p in parts), group_size=32, bits=4)
     )
-    assert np.allclose(read, rounded(weight).numpy(), atol=1e-5)
-    assert torch.equal(rounded(rounded(weight)), rounded(weight))
+    assert np.allclose(read, fake_quantise(weight).numpy(), atol=1e-5)
+    assert torch.equal(fake_quantise(fake_quantise(weight)), fake_quantise(weight))
 
 
 def test_an_assembled_draft_computes_as_the_trained_one(
@@ -262,10 +265,10 @@ def test_an_assembled_draft_computes_as_the_trained_one(
     assemble_draft(draft, target, tmp_path)
     served = load(tmp_path)
     best = torch.load(run_folder / "draft.partial" / "best.pt", weights_only=True)
-    model = pipeline.Draft(read_target(target, CPU, torch.float32), (1,), best["outputs"])
+    model = pipeline.DraftModel(load_target(target, CPU, torch.float32), (1,), best["outputs"])
     model.load_state_dict(best["mean"], strict=False)
     tokens = [3, 7, 90, 41, 5, 260]
-    with torch.no_grad(), model.stored():
+    with torch.no_grad(), model.fake_quantised():
         own = model.logits(model(torch.tensor([tokens])))[0].numpy()
     assert served.vocab_size == 300
     kv_cache = FlatKVCache(served.model)
@@ -276,8 +279,8 @@ def test_an_assembled_draft_computes_as_the_trained_one(
 
 
 def test_a_draft_without_an_evaluation_is_not_exported(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="no draft that has been judged"):
-        pipeline.publish(tmp_path / "draft", target)
+    with pytest.raises(InvalidRequest, match="no draft that has been evaluated"):
+        pipeline.export(tmp_path / "draft", target)
 
 
 def test_a_run_without_time_left_is_published_into_an_empty_folder(
@@ -296,14 +299,14 @@ def test_a_chat_template_runs_in_a_sandbox(target: Path, tmp_path: Path) -> None
     escape = "{{ cycler.__init__.__globals__.os.getcwd() }}"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": escape}))
     with pytest.raises(ModelError, match="chat template failed"):
-        Chat(tmp_path / "target").question(prompts.Prompt(0, "chat", "Hello"))
+        ChatTokenizer(tmp_path / "target").tokenize(prompts.Prompt(0, "chat", "Hello"))
 
 
 @pytest.mark.parametrize("best", [1.0, 1.2])
-def test_finished_draft_is_as_sure_as_agrees_best(
+def test_logits_of_the_finished_draft_are_scaled_for_the_best_agreement(
     run_folder: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: float
 ) -> None:
-    """Each time from the draft as trained, not from the sharpened one; its best tokens stay what they are."""
+    """Each time relative to the trained draft, not to the one that is scaled already."""
     shutil.copytree(run_folder, tmp_path / "run")
     work, out = tmp_path / "run" / "draft.partial", tmp_path / "run" / "draft"
     trained = torch.load(work / "best.pt", weights_only=True)["mean"]["lens"]
@@ -318,7 +321,7 @@ def test_finished_draft_is_as_sure_as_agrees_best(
         shutil.rmtree(out, ignore_errors=True)
         pipeline.run(replace(RECIPE, minutes=0), target, out, tmp_path / "run" / "store")
         assert json.loads((out / "training.json").read_text())["sharpness"] == best
-        assert torch.allclose(export.read(out)[0]["lens"], (best * trained).half().float(), rtol=1e-2, atol=1e-3)
+        assert torch.allclose(read_draft(out)[0]["lens"], (best * trained).half().float(), rtol=1e-2, atol=1e-3)
 
 
 def test_a_stored_draft_contains_no_weights_of_its_target(draft: Path) -> None:
@@ -331,27 +334,27 @@ def test_a_stored_draft_contains_no_weights_of_its_target(draft: Path) -> None:
 
 def test_training_continues_from_a_finished_draft(draft: Path, target: Path, tmp_path: Path) -> None:
     """Its weights are those in 4 bits: written again, they stay as they are."""
-    weights, tokens = export.read(draft)
-    shape = read_target(target, torch.device("cpu"), torch.float32).shape
-    export.write(tmp_path / "again", weights, tokens, shape, {})
-    again, same = export.read(tmp_path / "again")
+    weights, tokens = read_draft(draft)
+    shape = load_target(target, torch.device("cpu"), torch.float32).shape
+    write_draft(tmp_path / "again", weights, tokens, shape, {})
+    again, same = read_draft(tmp_path / "again")
     assert torch.equal(tokens, same) and weights.keys() == again.keys()
     for name, weight in weights.items():
         assert torch.allclose(weight, again[name], atol=1e-3), name
     with pytest.raises(ModelError, match="has no draft"):
-        export.read(tmp_path)
+        read_draft(tmp_path)
 
 
 def test_a_run_that_begins_as_a_draft_keeps_its_tokens_and_adds_likely_ones(
     run_folder: Path, draft: Path, target: Path, tmp_path: Path
 ) -> None:
-    weights, _ = export.read(draft)
-    shape, unlikely = read_target(target, CPU, torch.float32).shape, torch.arange(140, 300)
-    export.write(tmp_path / "begun", weights, unlikely, shape, {})
+    weights, _ = read_draft(draft)
+    shape, unlikely = load_target(target, CPU, torch.float32).shape, torch.arange(140, 300)
+    write_draft(tmp_path / "begun", weights, unlikely, shape, {})
     shutil.copytree(run_folder / "store", tmp_path / "store")
     longer = replace(RECIPE, vocab=200, minutes=0.0, begin_as=tmp_path / "begun")
     pipeline.run(longer, target, tmp_path / "draft", tmp_path / "store")
-    _, tokens = export.read(tmp_path / "draft")
+    _, tokens = read_draft(tmp_path / "draft")
     assert len(tokens) == 200 and set(unlikely.tolist()) < set(tokens.tolist())
     assert torch.equal(tokens, tokens.unique())
 
@@ -385,17 +388,17 @@ def test_a_draft_with_missing_or_wrong_d2t_is_not_loaded(
 def test_answers_to_one_prompt_may_lie_in_several_shards(tmp_path: Path) -> None:
     log_probs, ids = torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.int32)
     for temp in (0.0, 0.8):
-        Store(tmp_path, FORM).add([Answer(7, "chat", temp, 1, torch.zeros(3, dtype=torch.int32), ids, log_probs)])
-    assert [answer.temp for answer in Store(tmp_path, FORM).answers] == [0.0, 0.8]
+        Store(tmp_path, FORM).add([Sample(7, "chat", temp, 1, torch.zeros(3, dtype=torch.int32), ids, log_probs)])
+    assert [sample.temp for sample in Store(tmp_path, FORM).samples] == [0.0, 0.8]
 
 
 def test_damaged_shard_and_foreign_store_are_refused(tmp_path: Path) -> None:
-    answer = Answer(
+    sample = Sample(
         0, "chat", 0.0, 1, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4)
     )
-    Store(tmp_path, FORM).add([answer])
+    Store(tmp_path, FORM).add([sample])
     with pytest.raises(InvalidRequest, match="another target"):
-        Store(tmp_path, StoreForm("other", "text", 0, 4))
+        Store(tmp_path, StoreIdentity("other", "text", 0, 4))
     next(tmp_path.glob("shard-*")).write_bytes(b"half")
     with pytest.raises(InvalidRequest, match="damaged"):
         Store(tmp_path, FORM)
@@ -412,6 +415,10 @@ def test_damaged_shard_and_foreign_store_are_refused(tmp_path: Path) -> None:
         ),
         (["--draft", "--target", "t", "--head", "mtp"], "expected one of them"),
         (["--minutes", "3"], "--minutes is for a draft, but this trains a pair; omit it"),
+        (
+            ["--draft", "--target", "t", "--store", "s", "--extra-dir", "x"],
+            "--extra-dir is for a pair or a head, but this trains a draft; omit it",
+        ),
         (["--draft", "--target", "t", "--store", "s", "--export"], "no such path: t"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Comparing two models on a text: the figures match their definitions, and bad input is refused in one sentence."""
+"""Evaluating a pair: the estimates match their definitions, and bad input is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from models import evaluate
-from models.comparison import compare, measure_window, windows
+from models.evaluate import compare, measure_window, windows
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 
@@ -28,7 +28,7 @@ class Fixed:
         return mx.broadcast_to(self.logits, (*tokens.shape, self.logits.shape[0]))
 
 
-def test_figures_match_their_definitions() -> None:
+def test_estimates_match_their_definitions() -> None:
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.7, 0.1])
     loss_p, loss_q, agreement, overlap, cold = measure_window(Fixed(list(p)), Fixed(list(q)), [0, 1, 0, 2], [1.0, 0.5])
     assert loss_p == pytest.approx(-np.log(p[[1, 0, 2]]).mean(), abs=1e-5)
@@ -87,7 +87,7 @@ def test_a_pair_with_a_record_is_read_on_its_held_out_files(tmp_path: Path, caps
         (None, "no training.json"),
         ({"python": "2.7.18", "held_out": ["bisect.py"]}, "those of Python 2.7.18"),
         ({"python": platform.python_version(), "held_out": ["gone.py"]}, "can't read .*gone.py"),
-        ({"python": platform.python_version()}, "not a record"),
+        ({"python": platform.python_version()}, "not the record"),
     ],
 )
 def test_unusable_record_is_a_one_line_error(

@@ -21,12 +21,11 @@ from tests.models.heads import TINY, recipe, write_target
 
 torch = pytest.importorskip("torch", reason="training needs PyTorch (the extra `train`)")
 
-from models.training.heads import foretold, kinds, pipeline  # noqa: E402
-from models.training.heads.learner import Subject  # noqa: E402
-from models.training.heads.store import Lesson  # noqa: E402
-from models.training.heads.target import read_target  # noqa: E402
-from models.training.heads.writer import write  # noqa: E402
+from models.training.heads import loss, pipeline  # noqa: E402
+from models.training.heads.head import Target  # noqa: E402
+from models.training.heads.store import Batch, generate  # noqa: E402
 from models.training.loop import Loop, autocast  # noqa: E402
+from models.training.target import load_target  # noqa: E402
 from outrider.drafters.heads import load as loading  # noqa: E402
 from outrider.drafters.heads.drafter import make_for_draft_worker  # noqa: E402
 from outrider.drafters.heads.pair_kv_cache import (  # noqa: E402
@@ -118,32 +117,32 @@ def test_training_lowers_the_loss(target: Path, store: Path, tmp_path: Path, mon
     assert config["draft_vocab_size"] == 100
 
 
-def lesson_of(model: Any, taps: tuple[int, ...], length: int) -> Lesson:
+def batch_of(model: Any, taps: tuple[int, ...], length: int) -> Batch:
     tokens = torch.from_numpy(np.random.default_rng(5).integers(0, TINY.vocab, (1, length)))
     with torch.no_grad():
-        rows = model.rows(tokens)
-    return Lesson(tokens, torch.stack([rows[tap] for tap in taps], dim=2), tokens[..., None], torch.zeros(1, length, 1))
+        rows = model.hidden_states(tokens)
+    return Batch(tokens, torch.stack([rows[tap] for tap in taps], dim=2), tokens[..., None], torch.zeros(1, length, 1))
 
 
 def test_mtp_head_is_initialised_from_the_last_layer(target: Path) -> None:
     """Its output for a row and a token is nearer to the last layer's input than any single vector."""
-    made, model = recipe("mtp"), read_target(target, CPU).float()
-    learner = kinds.build(made, Subject(model, made.taps(TINY), torch.arange(TINY.vocab), 7, {}))
-    lesson = lesson_of(model, made.taps(TINY), 60)
-    learner.begin(lesson)
-    assert torch.equal(learner.self_attn.q_proj.weight, model.layers[-1].self_attn.q_proj.weight)
+    made, model = recipe("mtp"), load_target(target, CPU).float()
+    trained = pipeline.build(made, Target(model, made.taps(TINY), torch.arange(TINY.vocab), 7, {}))
+    batch = batch_of(model, made.taps(TINY), 60)
+    trained.init_from(batch)
+    assert torch.equal(trained.self_attn.q_proj.weight, model.layers[-1].self_attn.q_proj.weight)
     with torch.no_grad():
-        wanted = model.rows(lesson.tokens)[-2][0, 1:]
-        made_up = learner.input_proj(learner._seen(learner.features(lesson, 59), lesson.tokens[:, 1:]))[0]
+        wanted = model.hidden_states(batch.tokens)[-2][0, 1:]
+        made_up = trained.input_proj(trained._inputs(trained.features(batch, 59), batch.tokens[:, 1:]))[0]
     assert ((made_up - wanted) ** 2).sum() < 0.5 * ((wanted - wanted.mean(0)) ** 2).sum()
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_generation_agrees_with_a_forward_over_the_whole_text(target: Path, temp: float) -> None:
     """One token at a time from cached keys, or all at once: no token is much less likely than when drawn."""
-    model, temps = read_target(target, CPU), torch.full((64,), temp)
+    model, temps = load_target(target, CPU), torch.full((64,), temp)
     windows = torch.zeros((64, 24), dtype=torch.int64)
-    write(model, windows, torch.ones(64, dtype=torch.int64), temps, torch.Generator().manual_seed(0))
+    generate(model, windows, torch.ones(64, dtype=torch.int64), temps, torch.Generator().manual_seed(0))
     with torch.no_grad(), autocast(CPU):
         logits = model(windows)[:, :-1].float()
     drawn = logits.gather(-1, windows[:, 1:, None])[..., 0]
@@ -174,7 +173,7 @@ def test_a_target_in_groups_of_64_is_read(target: Path, tmp_path: Path, bits: in
     layer = model.model.layers[0].mlp.up_proj
     steps = [part.astype(mx.float32) for part in (layer.scales, layer.biases)]
     whole = mx.dequantize(layer.weight, *steps, group_size=64, bits=bits)
-    read = read_target(tmp_path, CPU, torch.float32).state_dict()["layers.0.mlp.up_proj.weight"]
+    read = load_target(tmp_path, CPU, torch.float32).state_dict()["layers.0.mlp.up_proj.weight"]
     assert np.allclose(read.numpy(), np.array(whole), atol=1e-6)
 
 
@@ -182,75 +181,75 @@ def test_a_target_in_groups_of_64_is_read(target: Path, tmp_path: Path, bits: in
 def test_loaded_head_computes_the_logits_of_the_trained_one(target: Path, tmp_path: Path, name: str) -> None:
     """After true pairs and after the head's own pairs, to as many steps as it is trained for."""
     made = recipe(name.partition(",")[0], **CHAINS[name])
-    model = read_target(target, CPU).float()
+    model = load_target(target, CPU).float()
     ids = torch.arange(0, 3 * made.vocab, 3) if made.vocab else torch.arange(TINY.vocab)
     config = json.loads((target / "config.json").read_text())
-    learner = kinds.build(made, Subject(model, made.taps(TINY), ids, 7, config)).eval()
+    trained = pipeline.build(made, Target(model, made.taps(TINY), ids, 7, config)).eval()
     with torch.no_grad():
-        for parameter in learner.parameters():
+        for parameter in trained.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.half().float())
-    pipeline.write(tmp_path / "head", learner, model_digest(target))
+    pipeline.write_head(tmp_path / "head", trained, model_digest(target))
     loaded = load(target)
     assert head_kind(json.loads((tmp_path / "head" / "config.json").read_text()), config) == made.kind
     head = loading.read_head(made.kind, str(tmp_path / "head"), loaded, print)
-    lesson = lesson_of(model, made.taps(TINY), 24)
+    batch = batch_of(model, made.taps(TINY), 24)
     with torch.no_grad():
-        steps = [np.array(step.hidden @ learner.output.T)[:, :] for step in learner(lesson)]
+        steps = [np.array(step.hidden @ trained.output_weight.T)[:, :] for step in trained(batch)]
     for row in (0, 3, 19):
-        ours = chain(head, model, lesson, row, made.steps)
+        ours = chain(head, model, batch, row, made.steps)
         for step, logits in enumerate(ours):
             np.testing.assert_allclose(logits[ids.numpy()], steps[step][row], atol=2e-3)
             assert np.isinf(logits).sum() == TINY.vocab - len(ids)
 
 
 def test_loaded_block_head_computes_the_trained_blocks(target: Path, tmp_path: Path) -> None:
-    made, model = recipe("dflash", layers=2), read_target(target, CPU).float()
+    made, model = recipe("dflash", layers=2), load_target(target, CPU).float()
     config = json.loads((target / "config.json").read_text())
-    learner = kinds.build(made, Subject(model, made.taps(TINY), torch.arange(TINY.vocab), 7, config)).eval()
+    trained = pipeline.build(made, Target(model, made.taps(TINY), torch.arange(TINY.vocab), 7, config)).eval()
     with torch.no_grad():
-        for parameter in learner.parameters():
+        for parameter in trained.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.bfloat16().float())
-    pipeline.write(tmp_path / "head", learner, model_digest(target))
+    pipeline.write_head(tmp_path / "head", trained, model_digest(target))
     head = loading.read_head("dflash", str(tmp_path / "head"), load(target), print)
     assert head.depth == made.steps
-    lesson = lesson_of(model, made.taps(TINY), 24)
+    batch = batch_of(model, made.taps(TINY), 24)
     with torch.no_grad():
-        steps = [np.array(step.hidden @ learner.output.T) for step in learner(lesson)]
-        anchors = learner(lesson)[0].where.tolist()
+        steps = [np.array(step.hidden @ trained.output_weight.T) for step in trained(batch)]
+        anchors = trained(batch)[0].positions.tolist()
     for block, anchor in enumerate(anchors):
         contexts = FeatureKVCache(head)
-        features = head.fuse(mx.array(lesson.rows[0, :anchor].flatten(1).numpy()))
-        fed = mx.array(np.array(lesson.tokens[0])[1 : anchor + 1], mx.int32)
+        features = head.fuse(mx.array(batch.hidden[0, :anchor].flatten(1).numpy()))
+        fed = mx.array(np.array(batch.tokens[0])[1 : anchor + 1], mx.int32)
         _, logits = slots(contexts, [PairFeed(contexts.open(), fed, features)], [made.steps])
         np.testing.assert_allclose(np.array(logits), [step[block] for step in steps], atol=5e-3)
 
 
 def test_blocks_are_trained_after_prefixes_as_in_the_draft_worker(target: Path, tmp_path: Path) -> None:
     """Some tokens after the anchor are known, and the tokens after those are learned."""
-    made, model = recipe("dflash", visible_prefix=True), read_target(target, CPU).float()
+    made, model = recipe("dflash", visible_prefix=True), load_target(target, CPU).float()
     config = json.loads((target / "config.json").read_text())
-    learner = kinds.build(made, Subject(model, made.taps(TINY), torch.arange(TINY.vocab), 7, config)).train()
+    trained = pipeline.build(made, Target(model, made.taps(TINY), torch.arange(TINY.vocab), 7, config)).train()
     with torch.no_grad():
-        for parameter in learner.parameters():
+        for parameter in trained.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.bfloat16().float())
-    pipeline.write(tmp_path / "head", learner, model_digest(target))
+    pipeline.write_head(tmp_path / "head", trained, model_digest(target))
     head = loading.read_head("dflash", str(tmp_path / "head"), load(target), print)
     ahead = make_for_draft_worker(head, "dflash", TINY.vocab)
     assert head.sees_prefixes and ahead.note == ""
-    lesson = lesson_of(model, made.taps(TINY), 60)
-    tokens = np.array(lesson.tokens[0])
+    batch = batch_of(model, made.taps(TINY), 60)
+    tokens = np.array(batch.tokens[0])
     with torch.no_grad():
-        steps = learner(lesson)
-        known = learner._known(lesson, (60 - made.steps - 1) // (made.steps + 1) + 1)[0].tolist()
+        steps = trained(batch)
+        known = trained._prefix_lengths(batch, (60 - made.steps - 1) // (made.steps + 1) + 1)[0].tolist()
     assert len(set(known)) > 1
-    trained_rows = {step: iter(np.array(one.hidden @ learner.output.T)) for step, one in enumerate(steps)}
+    trained_rows = {step: iter(np.array(one.hidden @ trained.output_weight.T)) for step, one in enumerate(steps)}
     begun = 1 + int(tokens.sum()) % (made.steps + 1)
     for block, count in enumerate(known):
         anchor = begun + block * (made.steps + 1)
         if anchor >= 60 - made.steps - 1:
             break
         tree = ahead.open(tokens[: anchor + 1].tolist(), SamplingParams())
-        tree.add_features(0, np.array(head.fuse(mx.array(lesson.rows[0, :anchor].flatten(1).numpy()))))
+        tree.add_features(0, np.array(head.fuse(mx.array(batch.hidden[0, :anchor].flatten(1).numpy()))))
         tree.read(tokens[: anchor + 1].tolist())
         node = tree.root
         for token in tokens[anchor + 1 : anchor + 1 + count].tolist():
@@ -261,24 +260,24 @@ def test_blocks_are_trained_after_prefixes_as_in_the_draft_worker(target: Path, 
 
 
 def test_loaded_exit_computes_the_logits_of_the_trained_one(target: Path, tmp_path: Path) -> None:
-    made, model = recipe("early-exit", hidden=16), read_target(target, CPU).float()
-    learner = kinds.build(made, Subject(model, made.taps(TINY), torch.arange(TINY.vocab), 7, {})).eval()
+    made, model = recipe("early-exit", hidden=16), load_target(target, CPU).float()
+    trained = pipeline.build(made, Target(model, made.taps(TINY), torch.arange(TINY.vocab), 7, {})).eval()
     with torch.no_grad():
-        for parameter in learner.parameters():
+        for parameter in trained.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.half().float())
-    pipeline.write(tmp_path / "head", learner, model_digest(target))
+    pipeline.write_head(tmp_path / "head", trained, model_digest(target))
     own = loading.load("early-exit", str(tmp_path / "head"), load(target), print)
     assert "with 2 of 4 layers and an adapter" in own.note and "another target" not in own.note
-    lesson = lesson_of(model, made.taps(TINY), 24)
+    batch = batch_of(model, made.taps(TINY), 24)
     with torch.no_grad():
-        expected = (learner(lesson)[0].hidden @ learner.output.T).numpy()
-    np.testing.assert_allclose(np.array(own.head.logits(mx.array(lesson.rows[0, :, 1].numpy()))), expected, atol=2e-3)
+        expected = (trained(batch)[0].hidden @ trained.output_weight.T).numpy()
+    np.testing.assert_allclose(np.array(own.head.logits(mx.array(batch.hidden[0, :, 1].numpy()))), expected, atol=2e-3)
 
 
-def chain(head: Any, model: Any, lesson: Lesson, row: int, steps: int) -> list[np.ndarray]:
+def chain(head: Any, model: Any, batch: Batch, row: int, steps: int) -> list[np.ndarray]:
     """Returns the loader's logits after the true pairs up to `row`, and after its own pairs that follow."""
-    pairs, tokens = PairKVCache(head), np.array(lesson.tokens[0])
-    rows = lesson.rows[0, : row + 1]
+    pairs, tokens = PairKVCache(head), np.array(batch.tokens[0])
+    rows = batch.hidden[0, : row + 1]
     tapped = rows.flatten(1) if head.points.layers else model.norm(rows[:, -1])
     features = head.fuse(mx.array(tapped.numpy()))
     sequence, found = pairs.open(), []
@@ -296,10 +295,10 @@ def test_divergence_and_its_gradients_match_the_definition() -> None:
     log_probs = torch.log_softmax(2 * torch.randn(310, 50), dim=-1)
     best = log_probs.topk(6, dim=-1)
     names = torch.cat((torch.full((10,), -1), torch.arange(40)))  # the head lacks ten tokens
-    words = foretold.Words.of(best.indices[None], best.values[None], names)
+    words = loss.TargetTopK.of(best.indices[None], best.values[None], names)
     where = torch.arange(300) + 10
     results = []
-    for divergence in (foretold.divergence, plainly):
+    for divergence in (loss.divergence, plainly):
         inputs = [hidden.clone().requires_grad_(), matrix.clone().requires_grad_()]
         found = divergence(*inputs, words, where)
         (3 * found).backward()
@@ -308,7 +307,7 @@ def test_divergence_and_its_gradients_match_the_definition() -> None:
         assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
 
 
-def plainly(hidden: Any, matrix: Any, words: foretold.Words, where: Any) -> Any:
+def plainly(hidden: Any, matrix: Any, words: loss.TargetTopK, where: Any) -> Any:
     q = (hidden @ matrix.T).softmax(dim=-1)
     total, count = 0, 0
     for row, at in enumerate(where.tolist()):
@@ -326,12 +325,10 @@ def plainly(hidden: Any, matrix: Any, words: foretold.Words, where: Any) -> Any:
 
 def test_generation_follows_the_targets_own_logits(target: Path) -> None:
     """At temperature 0 the best token each time; others are drawn, and the given tokens stay."""
-    from models.training.heads.writer import write
-
-    model = read_target(target, CPU).float()
+    model = load_target(target, CPU).float()
     windows = torch.from_numpy(np.random.default_rng(2).integers(0, TINY.vocab, (3, 20)))
     before, given = windows.clone(), torch.tensor([4, 6, 20])
-    write(model, windows, given, torch.tensor([0.0, 0.8, 0.8]), torch.Generator().manual_seed(1))
+    generate(model, windows, given, torch.tensor([0.0, 0.8, 0.8]), torch.Generator().manual_seed(1))
     for row, count in enumerate(given.tolist()):
         assert torch.equal(windows[row, :count], before[row, :count])
     best = model(windows).argmax(dim=-1)
@@ -365,8 +362,8 @@ def test_invalid_settings_are_refused_with_a_reason(
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"model_type": "mamba"}, "holds a mamba model; heads are made for Llama-like ones"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "has rope_scaling; heads are made for plain Llamas"),
+        ({"model_type": "mamba"}, "has a mamba model; expected one of llama, mistral"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "has rope_scaling; expected a plain Llama"),
         ({"num_hidden_layers": 5}, "lacks layers.4."),
         ({"hidden_size": None}, "lacks .*expected a Llama's sizes"),
     ],
@@ -390,7 +387,7 @@ def test_a_target_that_cannot_have_a_head_is_refused(
         (["--head", "eagle3"], "a head is trained for a target; expected --target with its folder"),
         (["--head", "eagle3", "--target", "x", "--preset", "tiny"], "--preset is for a pair, but this trains a head"),
         (["--hidden", "64"], "--hidden is for a head, but this trains a pair"),
-        (["--head", "eagle3", "--target", "nowhere"], "nowhere holds no readable config.json"),
+        (["--head", "eagle3", "--target", "nowhere"], "nowhere has no readable config.json"),
     ],
 )
 def test_contradicting_arguments_are_a_one_line_error(
@@ -404,6 +401,6 @@ def test_contradicting_arguments_are_a_one_line_error(
 def test_store_of_another_origin_is_refused_and_unchanged(target: Path, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "mine").write_text("mine")
-    with pytest.raises(InvalidRequest, match="holds files of another origin"):
+    with pytest.raises(InvalidRequest, match="has other files"):
         pipeline.run(recipe("eagle3"), target, tmp_path / "head", tmp_path / "store")
     assert [entry.name for entry in (tmp_path / "store").iterdir()] == ["mine"]

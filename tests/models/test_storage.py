@@ -28,7 +28,7 @@ def test_file_appears_only_when_complete(tmp_path: Path) -> None:
 def test_published_pair_appears_and_nothing_else_stays(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "pair"
     with workspace(out, IDENTITY) as space:
-        (space.pair / "target").mkdir(parents=True)
+        (space.result / "target").mkdir(parents=True)
         assert not out.exists()
         space.publish()
     assert [entry.name for entry in out.iterdir()] == ["target"]
@@ -71,7 +71,7 @@ def test_existing_output_folder_or_file_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_is_only_named_partial_is_not_cleared(tmp_path: Path) -> None:
     (tmp_path / "pair.partial").mkdir()
     (tmp_path / "pair.partial" / "mine").write_text("mine")
-    with pytest.raises(InvalidRequest, match="another origin"), workspace(tmp_path / "pair", IDENTITY):
+    with pytest.raises(InvalidRequest, match="other files"), workspace(tmp_path / "pair", IDENTITY):
         pass
     assert (tmp_path / "pair.partial" / "mine").read_text() == "mine"
 
@@ -92,7 +92,7 @@ def test_processes_that_begin_together_create_one_store(tmp_path: Path) -> None:
 def test_a_store_is_refused_in_a_folder_with_other_files_or_another_store(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine").write_text("mine")
-    with pytest.raises(InvalidRequest, match="another origin"):
+    with pytest.raises(InvalidRequest, match="other files"):
         open_store(tmp_path / "other", IDENTITY)
     open_store(tmp_path / "store", IDENTITY)
     with pytest.raises(InvalidRequest, match="another target or with other settings"):

@@ -18,23 +18,23 @@ def test_an_epoch_draws_every_window_once_and_epochs_differ() -> None:
 
 
 def test_draws_do_not_depend_on_where_a_batch_begins() -> None:
-    whole = windows.training_rows(STREAM, 32, 3, 0, 90)
-    pieces = [windows.training_rows(STREAM, 32, 3, first, 9) for first in range(0, 90, 9)]
+    whole = windows.training_batch(STREAM, 32, 3, 0, 90)
+    pieces = [windows.training_batch(STREAM, 32, 3, first, 9) for first in range(0, 90, 9)]
     assert np.array_equal(np.concatenate(pieces), whole)
 
 
-def test_rows_are_unbroken_pieces_of_the_stream_with_the_token_that_follows() -> None:
-    rows = windows.training_rows(STREAM, 32, 3, 0, 200)
-    assert rows.shape == (200, 33)
-    assert np.array_equal(rows, rows[:, :1] + np.arange(33))
+def test_windows_are_unbroken_pieces_of_the_stream_with_the_token_that_follows() -> None:
+    batch = windows.training_batch(STREAM, 32, 3, 0, 200)
+    assert batch.shape == (200, 33)
+    assert np.array_equal(batch, batch[:, :1] + np.arange(33))
 
 
 def test_the_shortest_stream_that_fits_is_read_to_its_last_token() -> None:
-    rows = windows.training_rows(STREAM[:64], 32, 3, 0, 500)
-    assert rows.min() >= 0
-    assert rows.max() == 63
+    batch = windows.training_batch(STREAM[:64], 32, 3, 0, 500)
+    assert batch.min() >= 0
+    assert batch.max() == 63
 
 
 def test_a_stream_too_short_for_a_window_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="63 tokens, expected at least 64"):
-        windows.training_rows(STREAM[:63], 32, 3, 0, 1)
+        windows.training_batch(STREAM[:63], 32, 3, 0, 1)

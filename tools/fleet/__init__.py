@@ -1,1 +1,1 @@
-"""Fleets in virtual time."""
+"""Simulates fleets in virtual time, for planning, and compares the simulation with real processes."""

@@ -1,4 +1,4 @@
-"""Simulates fleets for planning: the throughput of 100 engines with 1,000 drafters, and the cost of losing a zone.
+"""Simulates fleets for planning, like the throughput of 100 engines with 1,000 drafters, and the cost of losing a zone.
 
     python -m tools.fleet run --rate 12 --seconds 300 --lose zone --at 120 --back 60
     python -m tools.fleet run --rate 12 --seconds 75 --lose zone --at 35 --rounds   # minutes
@@ -29,8 +29,8 @@ from outrider.protocol.errors import InvalidRequest
 from tools.fleet import picture
 from tools.fleet.plan import LOSSES, ROUTINGS, Fleet, Loss, Scaling, Sizes, Traffic
 from tools.fleet.report import describe_difference, describe_loss, table
-from tools.fleet.service import record_service
-from tools.fleet.simulation import Outcome, Simulation
+from tools.fleet.service_rates import measure_service_rates
+from tools.fleet.simulation import FleetResult, Simulation
 from tools.simulation.profile import PROFILES, Profile
 
 PROFILE = PROFILES / "two-macs-ethernet.json"
@@ -40,27 +40,51 @@ MAX_QUEUED_SECONDS = 1.0  # of the p99 in `need`
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("run", "load", "need", "check"))
-    parser.add_argument("--profiles", nargs="+", type=Path, default=[PROFILE], metavar="FILE", help="assigned in turn")
-    parser.add_argument("--engines", type=int, default=100, metavar="N")
-    parser.add_argument("--drafters", type=int, default=10, metavar="N", help="drafters per engine")
-    parser.add_argument("--zones", type=int, default=3, metavar="N")
+    parser.add_argument(
+        "what",
+        choices=("run", "load", "need", "check"),
+        help="one simulation; several rates; the fewest engines for each rate; flow against rounds",
+    )
+    parser.add_argument(
+        "--profiles",
+        nargs="+",
+        type=Path,
+        default=[PROFILE],
+        metavar="FILE",
+        help="latency profiles, assigned to engines in turn",
+    )
+    parser.add_argument("--engines", type=int, default=100, metavar="N", help="engines (default: 100)")
+    parser.add_argument("--drafters", type=int, default=10, metavar="N", help="drafters per engine (default: 10)")
+    parser.add_argument("--zones", type=int, default=3, metavar="N", help="zones (default: 3)")
     parser.add_argument("--spread", action="store_true", help="spread an engine's drafters over all zones")
-    parser.add_argument("--active", type=int, default=4, metavar="N", help="concurrent requests per engine")
-    parser.add_argument("--routing", choices=ROUTINGS, default=ROUTINGS[0])
-    parser.add_argument("--prompt-rate", type=float, default=120.0, metavar="N", help="prompt tokens read per second")
+    parser.add_argument(
+        "--active", type=int, default=4, metavar="N", help="concurrent requests per engine (default: 4)"
+    )
+    parser.add_argument(
+        "--routing",
+        choices=ROUTINGS,
+        default=ROUTINGS[0],
+        help="how an engine is chosen for a request (default: power-of-two)",
+    )
+    parser.add_argument(
+        "--prompt-rate", type=float, default=120.0, metavar="N", help="prompt tokens per second (default: 120)"
+    )
     parser.add_argument("--scale", metavar="LEAST:MOST:EACH", help="scale engines by requests, like Ray Serve")
-    parser.add_argument("--rate", type=float, default=12.0, metavar="N", help="requests per second")
+    parser.add_argument("--rate", type=float, default=12.0, metavar="N", help="requests per second (default: 12)")
     parser.add_argument("--rates", default="2,6,10,12,14,16,18", metavar="N,N", help="rates of load, need and check")
-    parser.add_argument("--seconds", type=float, default=300.0, metavar="S")
-    parser.add_argument("--prompt", type=int, default=150, metavar="N", help="median prompt tokens that a turn adds")
-    parser.add_argument("--answer", type=int, default=120, metavar="N", help="median tokens of an answer")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--lose", choices=LOSSES)
-    parser.add_argument("--at", type=float, default=120.0, metavar="S")
+    parser.add_argument("--seconds", type=float, default=300.0, metavar="S", help="simulated time (default: 300)")
+    parser.add_argument(
+        "--prompt", type=int, default=150, metavar="N", help="median new prompt tokens per turn (default: 150)"
+    )
+    parser.add_argument(
+        "--answer", type=int, default=120, metavar="N", help="median tokens of an answer (default: 120)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the traffic (default: 0)")
+    parser.add_argument("--lose", choices=LOSSES, help="lose a zone, or only its drafters")
+    parser.add_argument("--at", type=float, default=120.0, metavar="S", help="time of the loss (default: 120)")
     parser.add_argument("--back", type=float, metavar="S", help="seconds from the loss to the return (default: never)")
     parser.add_argument("--rounds", action="store_true", help="run the real rounds in each engine")
-    parser.add_argument("--picture", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw a picture here")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results here as JSON")
 
 
@@ -74,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _simulate(fleet: Fleet, traffic: Traffic, rounds: bool) -> Outcome:
+def _simulate(fleet: Fleet, traffic: Traffic, rounds: bool) -> FleetResult:
     return Simulation(fleet, traffic, rounds).run(WARM_UP_RATIO * traffic.seconds)
 
 
@@ -85,16 +109,16 @@ def _run_once(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> No
         if second % PROGRESS_SECONDS == 0:
             screen.show(f"second {second:.0f} of {traffic.seconds:.0f}")
 
-    outcome = Simulation(fleet, traffic, options.rounds, loss).run(WARM_UP_RATIO * traffic.seconds, shown)
+    result = Simulation(fleet, traffic, options.rounds, loss).run(WARM_UP_RATIO * traffic.seconds, shown)
     screen.clear()
-    print(table({f"{traffic.rate:g}": outcome}))
+    print(table({f"{traffic.rate:g}": result}))
     without = None
     if loss is not None:
         without = None if options.rounds else _simulate(fleet, traffic, False)
-        print(describe_loss(outcome, loss, without))
+        print(describe_loss(result, loss, without))
     if options.picture:
-        picture.draw_over_time(outcome, loss, options.picture, without)
-    _write(options.out, [outcome])
+        picture.draw_over_time(result, loss, options.picture, without)
+    _write(options.out, [result])
 
 
 def _run_loads(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
@@ -113,20 +137,20 @@ def _find_needed_engines(fleet: Fleet, traffic: Traffic, options: argparse.Names
         load = replace(traffic, rate=rate)
 
         def enough(engines: int, load: Traffic = load) -> bool:
-            outcome = _simulate(replace(fleet, engines=engines), load, options.rounds)
-            return outcome.sums.queued[1] <= MAX_QUEUED_SECONDS
+            result = _simulate(replace(fleet, engines=engines), load, options.rounds)
+            return result.summary.queued[1] <= MAX_QUEUED_SECONDS
 
         least = most = math.ceil(rate / _max_request_rate(fleet, traffic))
         while not enough(most):
             least, most = most + 1, 2 * most
         least = bisect_left(range(most + 1), True, least, most, key=enough)
-        found = _simulate(replace(fleet, engines=least), load, options.rounds).sums
+        found = _simulate(replace(fleet, engines=least), load, options.rounds).summary
         print(f"| {rate:g} | {least} | {found.rate:.0f} | {found.busy:.2f} |", flush=True)
 
 
 def _max_request_rate(fleet: Fleet, traffic: Traffic) -> float:
     """Returns the requests per second that an engine could answer if prompts took no time."""
-    paces = [record_service(fleet, profile, fleet.drafters)[0] for profile in fleet.profiles]
+    paces = [measure_service_rates(fleet, profile, fleet.drafters)[0] for profile in fleet.profiles]
     best = max(pace.rate * (n + 1) for service in paces for n, pace in enumerate(service))
     return best / (traffic.answer.median * math.exp(traffic.answer.sigma**2 / 2))
 
@@ -186,9 +210,9 @@ def _rates(text: str) -> list[float]:
     return [values.check_float("rate", rate, 1e-6, 1e6) for rate in parse_numbers("rates", text, float)]
 
 
-def _write(path: Path | None, outcomes: list[Outcome]) -> None:
+def _write(path: Path | None, results: list[FleetResult]) -> None:
     if path is not None:
-        records = [{"sums": asdict(o.sums), "tokens": sorted(o.tally.tokens.items())} for o in outcomes]
+        records = [{"sums": asdict(r.summary), "tokens": sorted(r.metrics.tokens.items())} for r in results]
         path.write_text(json.dumps(records, indent=1))
 
 

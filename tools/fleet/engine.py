@@ -10,7 +10,7 @@ from tests.harness.virtual.event_loop import EventLoop
 from tools.fleet.job import Job
 
 
-class Machinery(Protocol):
+class TokenSource(Protocol):
     """Generates an engine's tokens."""
 
     @property
@@ -28,14 +28,16 @@ class Machinery(Protocol):
 
 
 class Engine:
-    """Engine `number` in `zone`, with `slots` for requests. Calls `ended` with each complete request. `gone`: it has
-    stopped. `known`: the ingress may choose it."""
+    """Engine `number` in `zone`, with `slots` for requests. Calls `ended` with each complete request.
+
+    `is_routable`: the ingress may choose it. `since`, `until`: the time in which it exists.
+    """
 
     def __init__(self, number: int, zone: int, slots: int, loop: EventLoop, ended: Callable[[Job], None]) -> None:
         self.number, self.zone = number, zone
-        self.gone, self.known = False, True
+        self.is_stopped, self.is_routable = False, True
         self.since, self.until = loop.now, 0.0
-        self.machinery: Machinery
+        self.source: TokenSource
         self._slots, self._loop, self._ended = slots, loop, ended
         self._waiting: FairQueue[Job] = FairQueue()
         self._running: dict[str, Job] = {}
@@ -62,10 +64,10 @@ class Engine:
 
     def end(self) -> None:
         """Stops the engine at once."""
-        self.gone, self.until = True, self._loop.now
-        self.machinery.end()
+        self.is_stopped, self.until = True, self._loop.now
+        self.source.end()
 
-    def take_all(self) -> list[Job]:
+    def remove_all(self) -> list[Job]:
         """Removes and returns all requests, running ones first."""
         jobs = list(self._running.values())
         while (job := self._waiting.take()) is not None:
@@ -74,10 +76,10 @@ class Engine:
         return jobs
 
     def _admit(self) -> None:
-        while not self.gone and len(self._running) < self._slots:
+        while not self.is_stopped and len(self._running) < self._slots:
             job = self._waiting.take()
             if job is None:
                 return
             self._running[job.name] = job
             job.start(self._loop.now)
-            self.machinery.begin(job)
+            self.source.begin(job)

@@ -104,7 +104,7 @@ class IngressQueue:
         self._tasks -= 1
 
     def _assign(self, job: Job) -> bool:
-        known = [engine for engine in self.engines if engine.known]
+        known = [engine for engine in self.engines if engine.is_routable]
         for engine in self._router.candidates(job, known) if known else ():
             if engine.load < self._ongoing:
                 self._queue.remove(job)

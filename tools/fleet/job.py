@@ -9,17 +9,17 @@ from dataclasses import dataclass
 class Job:
     """A request. `text` is the prompt (`prompt` tokens), the answer (`answer` tokens) and a few more.
 
-    In seconds: `asked`, when it was sent; `begun`, when it ran first; `first` and `last` token; `gap`, the longest wait
-    between two chunks. `received`: tokens at the client. `interruptions`: how often its engine was lost.
+    In seconds: `sent`; `started`, when it first ran on an engine; `first` and `last`, of its tokens; `gap`, the longest
+    wait between two chunks. `received`: tokens at the client. `interruptions`: how often its engine was lost.
     """
 
     name: str
     session: str
-    asked: float
+    sent: float
     text: tuple[int, ...]
     prompt: int
     answer: int
-    begun: float | None = None
+    started: float | None = None
     first: float | None = None
     last: float = 0.0
     gap: float = 0.0
@@ -35,7 +35,7 @@ class Job:
         return self.interruptions > 0
 
     def start(self, now: float) -> None:
-        self.begun = now if self.begun is None else self.begun
+        self.started = now if self.started is None else self.started
 
     def receive(self, tokens: float, now: float, flows: float) -> None:
         """Records a chunk, or the tokens of a flow over `flows` seconds, which has no gaps."""

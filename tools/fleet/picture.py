@@ -6,28 +6,28 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from outrider.bench import picture
+from tools.fleet.metrics import smooth_rates
 from tools.fleet.plan import Loss
-from tools.fleet.simulation import Outcome
-from tools.fleet.tally import smooth_rates
+from tools.fleet.simulation import FleetResult
 
 DPI, SMOOTHING_SECONDS = 80, 7
 
 
-def draw_over_time(outcome: Outcome, loss: Loss | None, path: Path, without: Outcome | None = None) -> None:
+def draw_over_time(result: FleetResult, loss: Loss | None, path: Path, without: FleetResult | None = None) -> None:
     """Draws tokens per second, also of the same traffic `without` the loss; below them requests and engines."""
     figure = picture.create_figure(8.0, 4.6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    samples = outcome.tally.samples
+    samples = result.metrics.samples
     seconds = len(samples) - 1
     if without is not None:
         above.plot(
             range(seconds),
-            smooth_rates(without.tally, seconds, SMOOTHING_SECONDS),
+            smooth_rates(without.metrics, seconds, SMOOTHING_SECONDS),
             color="0.7",
             label="without the loss",
         )
     above.plot(
-        range(seconds), smooth_rates(outcome.tally, seconds, SMOOTHING_SECONDS), color="C0", label="tokens per second"
+        range(seconds), smooth_rates(result.metrics, seconds, SMOOTHING_SECONDS), color="C0", label="tokens per second"
     )
     below.plot(range(len(samples)), [sample.running for sample in samples], color="C2", label="requests running")
     below.plot(range(len(samples)), [sample.waiting for sample in samples], color="C3", label="waiting")
@@ -43,18 +43,18 @@ def draw_over_time(outcome: Outcome, loss: Loss | None, path: Path, without: Out
     picture.save(figure, path, DPI)
 
 
-def draw_over_load(outcomes: Mapping[str, Outcome], path: Path) -> None:
+def draw_over_load(results: Mapping[str, FleetResult], path: Path) -> None:
     """Draws tokens per second (left), and the time to first token and in the queue (right), by requests per second."""
     figure = picture.create_figure(8.0, 3.2)
     left, right = figure.subplots(1, 2)
-    rates = [float(rate) for rate in outcomes]
-    sums = [outcome.sums for outcome in outcomes.values()]
-    left.plot(rates, [one.rate for one in sums], marker="o", label="tokens per second")
-    left.plot(rates, [one.good for one in sums], marker="o", label="of requests served well")
-    right.plot(rates, [one.first[0] for one in sums], color="C0", label="first token p50, s")
-    right.plot(rates, [one.first[1] for one in sums], color="C0", linestyle="--", label="p99")
-    right.plot(rates, [one.queued[0] for one in sums], color="C3", label="queued p50, s")
-    right.plot(rates, [one.queued[1] for one in sums], color="C3", linestyle="--", label="p99")
+    rates = [float(rate) for rate in results]
+    summaries = [result.summary for result in results.values()]
+    left.plot(rates, [one.rate for one in summaries], marker="o", label="tokens per second")
+    left.plot(rates, [one.good for one in summaries], marker="o", label="of requests served well")
+    right.plot(rates, [one.first[0] for one in summaries], color="C0", label="first token p50, s")
+    right.plot(rates, [one.first[1] for one in summaries], color="C0", linestyle="--", label="p99")
+    right.plot(rates, [one.queued[0] for one in summaries], color="C3", label="queued p50, s")
+    right.plot(rates, [one.queued[1] for one in summaries], color="C3", linestyle="--", label="p99")
     right.set_yscale("symlog", linthresh=1.0)
     for axes in (left, right):
         axes.set_ylim(bottom=0)

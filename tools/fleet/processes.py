@@ -25,17 +25,17 @@ from tools.simulation.script import random_prompts, write_model_and_script
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A request for `tokens` tokens after the prompt `start`, sent `after` seconds."""
+class PlannedRequest:
+    """A request for `tokens` tokens after a prompt, to be sent `after` seconds."""
 
-    start: tuple[int, ...]
+    prompt: tuple[int, ...]
     tokens: int
     after: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A complete answer: when it was sent, its first token and its end, in seconds, and its tokens."""
+class CompletedRequest:
+    """The times of a request, in seconds: when it was sent, its first token and its end; and its tokens."""
 
     sent: float
     first: float
@@ -50,10 +50,10 @@ class Engines:
         self._stack = ExitStack()
         try:
             self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-            self.starts, machine = random_prompts(texts), self._folder / "profile.json"
+            self.prompts, machine = random_prompts(texts), self._folder / "profile.json"
             longest_text = SamplingParams(max_tokens=longest, ignore_eos=True)
-            script = write_model_and_script(self._folder, self.starts, longest_text)
-            machine.write_text(json.dumps(_fields(profile)))
+            script = write_model_and_script(self._folder, self.prompts, longest_text)
+            machine.write_text(json.dumps(_profile_json(profile)))
             self._stack.enter_context(simulated_machine(machine, script))
             self._clusters = [self._stack.enter_context(self._cluster(active)) for _ in range(count)]
         except BaseException:
@@ -94,18 +94,18 @@ def slow_down(profile: Profile, times: float) -> Profile:
     return replace(profile, target=slower(profile.target), draft=slower(profile.draft), link_ms=profile.link_ms * times)
 
 
-async def send(client: AsyncClient, ask: Ask, mode: str = "auto") -> Answer:
-    """Sends one request, and returns its answer when it is complete."""
+async def send(client: AsyncClient, request: PlannedRequest, mode: str = "auto") -> CompletedRequest:
+    """Sends a request, and returns its times when it is complete."""
     sent, first, tokens = time.perf_counter(), 0.0, 0
-    stream = client.stream(ask.start, SamplingParams(max_tokens=ask.tokens, ignore_eos=True), mode=mode)
+    stream = client.stream(request.prompt, SamplingParams(max_tokens=request.tokens, ignore_eos=True), mode=mode)
     async for chunk in stream:
         first = first or time.perf_counter()
         tokens += len(chunk.token_ids)
-    return Answer(sent, first, time.perf_counter(), tokens)
+    return CompletedRequest(sent, first, time.perf_counter(), tokens)
 
 
 @contextmanager
-def measure_busy() -> Iterator[list[float]]:
+def measure_cpu_share() -> Iterator[list[float]]:
     """Yields a list that receives, at the end of the block, the share of all cores in use by any process."""
     share: list[float] = []
     psutil.cpu_percent()
@@ -113,7 +113,7 @@ def measure_busy() -> Iterator[list[float]]:
     share.append(psutil.cpu_percent() / 100)
 
 
-def _fields(profile: Profile) -> dict[str, object]:
+def _profile_json(profile: Profile) -> dict[str, object]:
     def points(latency: Latency) -> dict[str, float]:
         return {str(rows): ms for rows, ms in latency.points}
 
@@ -124,7 +124,7 @@ def _fields(profile: Profile) -> dict[str, object]:
     }  # fmt: skip
 
 
-def total_rate(answers: Sequence[Answer]) -> float:
-    """Returns the tokens per second of all answers, from the first sending to the last end."""
-    seconds = max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
-    return sum(answer.tokens for answer in answers) / seconds
+def total_rate(completed: Sequence[CompletedRequest]) -> float:
+    """Returns the tokens per second of all requests together, from the first sending to the last end."""
+    seconds = max(request.ended for request in completed) - min(request.sent for request in completed)
+    return sum(request.tokens for request in completed) / seconds

@@ -14,7 +14,7 @@ from tests.harness.virtual.event_loop import EventLoop
 from tests.harness.virtual.prompt_cache import VirtualPromptCache
 from tools.fleet.job import Job
 from tools.fleet.rounds import OnTokens
-from tools.fleet.service import Service, ServicePace
+from tools.fleet.service_rates import ServiceRate, ServiceRates
 
 EPSILON = 1e-6
 
@@ -32,9 +32,15 @@ class RecordedFlow:
     """A flow of tokens. `services` returns the recorded rates for the number of drafters left."""
 
     def __init__(
-        self, loop: EventLoop, services: Callable[[int], Service], drafters: int, prompt_rate: float, remembers: int,
-        on_tokens: OnTokens, on_complete: Callable[[Job], None],
-    ) -> None:  # fmt: skip
+        self,
+        loop: EventLoop,
+        services: Callable[[int], ServiceRates],
+        drafters: int,
+        prompt_rate: float,
+        remembers: int,
+        on_tokens: OnTokens,
+        on_complete: Callable[[Job], None],
+    ) -> None:
         self._loop, self._services, self._all = loop, services, drafters
         self._service = services(drafters)
         self._prompt_ms = 1000 / prompt_rate if prompt_rate else 0.0
@@ -84,7 +90,7 @@ class RecordedFlow:
         forward_ms = decode_ms + piece * self._prompt_ms
         return 1000 * piece / forward_ms, pace.rate * decode_ms / forward_ms
 
-    def _piece_tokens(self, pace: ServicePace, readers: int, decoding: int) -> float:
+    def _piece_tokens(self, pace: ServiceRate, readers: int, decoding: int) -> float:
         if readers > decoding:
             return PREFILL_CHUNK_TOKENS
         return min(

@@ -1,4 +1,4 @@
-"""Describes the outcome of a fleet's simulation as text."""
+"""Describes the result of a fleet's simulation as text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from outrider.orchestrator.client.dialogue import pluralize
 from tools.fleet.job import Job
+from tools.fleet.metrics import percentile
 from tools.fleet.plan import Loss
-from tools.fleet.simulation import Outcome
-from tools.fleet.tally import percentile
+from tools.fleet.simulation import FleetResult
 
 COLUMNS = (
     "requests/s", "sent", "tok/s", "good tok/s", "first token p50", "p99", "queued p50", "p99", "targets busy",
@@ -18,26 +18,26 @@ SMOOTHING_SECONDS, BEFORE_SECONDS, WINDOW_SECONDS = 10, 15, 30
 RECOVERED_RATIO = 0.95
 
 
-def table(outcomes: Mapping[str, Outcome]) -> str:
+def table(results: Mapping[str, FleetResult]) -> str:
     """Returns a Markdown table with a line per load."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    for name, outcome in outcomes.items():
-        found = outcome.sums
+    for name, result in results.items():
+        found = result.summary
         seconds = [f"{value:.1f} s" for value in (*found.first, *found.queued)]
         cells = [name, str(found.asked), f"{found.rate:.0f}", f"{found.good:.0f}", *seconds, f"{found.busy:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def describe_loss(outcome: Outcome, loss: Loss, without: Outcome | None = None) -> str:
+def describe_loss(result: FleetResult, loss: Loss, without: FleetResult | None = None) -> str:
     """Returns a description of the cost of a loss, compared with the same traffic `without` it if given."""
-    tally, at = outcome.tally, int(loss.at)
-    interrupted = [job for job in tally.jobs if job.interruptions]
-    waits = [_count_queued(outcome, begin, begin + WINDOW_SECONDS) for begin in (at - WINDOW_SECONDS, at)]
-    waiting = max((sample.waiting for sample in tally.samples[at:]), default=0)
-    missing = _describe_missing(outcome, without, at) if without is not None else ""
+    metrics, at = result.metrics, int(loss.at)
+    interrupted = [job for job in metrics.jobs if job.interruptions]
+    waits = [_count_queued(result, begin, begin + WINDOW_SECONDS) for begin in (at - WINDOW_SECONDS, at)]
+    waiting = max((sample.waiting for sample in metrics.samples[at:]), default=0)
+    missing = _describe_missing(result, without, at) if without is not None else ""
     return (
-        f"lost at {loss.at:g} s: {_describe_recovery(outcome, at)}; at most {waiting} requests waited.{missing}\n"
+        f"lost at {loss.at:g} s: {_describe_recovery(result, at)}; at most {waiting} requests waited.{missing}\n"
         f"{len(interrupted)} requests interrupted, {sum(job.is_complete for job in interrupted)} of them complete by"
         f" the end{_describe_gaps(interrupted, loss.at)}.\n"
         f"Sent in the {WINDOW_SECONDS} s before and after: first token p99 {waits[0][1]:.1f} and {waits[1][1]:.1f} s;"
@@ -45,9 +45,9 @@ def describe_loss(outcome: Outcome, loss: Loss, without: Outcome | None = None) 
     )
 
 
-def _describe_recovery(outcome: Outcome, at: int) -> str:
+def _describe_recovery(result: FleetResult, at: int) -> str:
     """Returns the rates before and after the loss, and when it had recovered."""
-    tokens, seconds = outcome.tally.tokens, len(outcome.tally.samples) - 1
+    tokens, seconds = result.metrics.tokens, len(result.metrics.samples) - 1
     after = [
         sum(tokens[second + n] for n in range(SMOOTHING_SECONDS)) / SMOOTHING_SECONDS
         for second in range(at, seconds - SMOOTHING_SECONDS)
@@ -74,11 +74,11 @@ def _describe_gaps(interrupted: Sequence[Job], at: float) -> str:
     return f"; longest gap in {pluralize(len(gaps), 'text')}: p50 {p50:.1f} s, p99 {p99:.1f} s, longest {longest:.1f} s"
 
 
-def _describe_missing(outcome: Outcome, without: Outcome, at: int) -> str:
+def _describe_missing(result: FleetResult, without: FleetResult, at: int) -> str:
     """Returns the share of tokens after the loss, of the tokens without it; empty if there are none without it."""
-    end = len(outcome.tally.samples) - 1
+    end = len(result.metrics.samples) - 1
     near, whole = (
-        [sum(one.tally.tokens[second] for second in range(at, until)) for one in (outcome, without)]
+        [sum(one.metrics.tokens[second] for second in range(at, until)) for one in (result, without)]
         for until in (min(at + WINDOW_SECONDS, end), end)
     )
     if not near[1]:
@@ -89,18 +89,18 @@ def _describe_missing(outcome: Outcome, without: Outcome, at: int) -> str:
     )
 
 
-def _count_queued(outcome: Outcome, begin: float, end: float) -> tuple[int, float]:
+def _count_queued(result: FleetResult, begin: float, end: float) -> tuple[int, float]:
     """Returns, of the requests sent in this time, how many queued for over a second, and the p99 of the first token."""
-    now = len(outcome.tally.samples) - 1
-    jobs = [job for job in outcome.tally.jobs if begin <= job.asked < end]
-    firsts = [(now if job.first is None else job.first) - job.asked for job in jobs]
-    waited = sum((now if job.begun is None else job.begun) - job.asked > 1.0 for job in jobs)
+    now = len(result.metrics.samples) - 1
+    jobs = [job for job in result.metrics.jobs if begin <= job.sent < end]
+    firsts = [(now if job.first is None else job.first) - job.sent for job in jobs]
+    waited = sum((now if job.started is None else job.started) - job.sent > 1.0 for job in jobs)
     return waited, percentile(firsts, 0.99)
 
 
-def describe_difference(one: Outcome, other: Outcome) -> str:
-    """Returns how far the first outcome differs from the second, in percent."""
-    ours, theirs = one.sums, other.sums
+def describe_difference(one: FleetResult, other: FleetResult) -> str:
+    """Returns how far the first result differs from the second, in percent."""
+    ours, theirs = one.summary, other.summary
     pairs = {
         "tok/s": (ours.rate, theirs.rate),
         "good tok/s": (ours.good, theirs.good),

@@ -63,11 +63,11 @@ class RealRounds:
         return self._engine.rounds.learned()
 
     def begin(self, job: Job) -> None:
-        said = job.text[job.prompt : job.prompt + round(job.received)]
+        received = job.text[job.prompt : job.prompt + round(job.received)]
         name = f"{job.name}.{job.interruptions}"
         self._jobs[name] = job
         sampling = SamplingParams(max_tokens=job.answer, ignore_eos=True)
-        admit = Admit(name, job.text[: job.prompt], sampling, self._mode, frozenset(), resume_tokens=said)
+        admit = Admit(name, job.text[: job.prompt], sampling, self._mode, frozenset(), resume_tokens=received)
         self._engine.begin(admit, job.text)
 
     def end(self) -> None:

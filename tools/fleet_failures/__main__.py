@@ -1,4 +1,4 @@
-"""Kills each part of a fleet while clients read texts, compares the texts, and measures waits and the ingress's cost.
+"""Kills each part of a fleet while clients read texts, and compares the texts; measures the overhead of the ingress.
 
     python -m tools.fleet_failures                            # all rows, twice each, and the costs: minutes
     python -m tools.fleet_failures --rows attached,head,costs --repeats 5 --json found.json
@@ -6,9 +6,9 @@
 The fleet has five simulated hosts on this machine (`ray.cluster_utils`) and serves the tiny pair: two placed engines
 with drafters on other hosts, an attached one, two ingresses. Four readers (T = 0, 0.8) are in the middle of a text when
 a part is killed with SIGKILL. Next token: a reader's longest wait after the kill. Errors: what readers saw before they
-continued at the other ingress. Each text is compared token for token with the target's own. *costs*: how much later a
-chunk arrives from the ingress than at AsyncClient, from a server that sends the time; and whole requests by both, in
-turn. The exit code is 1 if a text differs or a limit is exceeded.
+continued at the other ingress. Each text is compared token for token with the target's own. *costs*: the overhead of
+the ingress compared with AsyncClient: how much later a chunk arrives (from a server that sends the time), and how much
+longer a request takes. The exit code is 1 if a text differs or a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tests.harness.default_model import mixed_tokens
 from tools.fleet_failures import costs
 from tools.fleet_failures.fleet import run_fleet
 from tools.fleet_failures.hosts import run_hosts
+from tools.fleet_failures.kills import ExpectedText, KillResult, kill_victim
 from tools.fleet_failures.reader import WantedText
 from tools.fleet_failures.report import FailureRow, make_row, table
-from tools.fleet_failures.rows import ExpectedText, KillResult, kill_victim
 from tools.fleet_failures.victims import PROXY, VICTIMS, Victim
 
 COSTS = "costs"
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         values.check_int("tokens", options.tokens, 64, 600),
     )
     pairs = values.check_int("pairs", options.pairs, 2, 1000)
-    screen, measured, gate_costs = Screen(), list[FailureRow](), list[costs.Cost]()
+    screen, measured, ingress_costs = Screen(), list[FailureRow](), list[costs.Cost]()
     texts = generate_expected(readers, length, screen)
     with ExitStack() as stack:
         screen.show("starting hosts and fleet")
@@ -74,13 +74,13 @@ def run(options: argparse.Namespace) -> int:
             screen.clear()
             print(measured[-1], flush=True)
         if COSTS in rows:
-            gate_costs = costs.measure(fleet, pairs, screen)
+            ingress_costs = costs.measure(fleet, pairs, screen)
     screen.clear()
-    print("\n".join([table(measured, PROXY in rows), *(f"- {cost}" for cost in gate_costs)]))
+    print("\n".join([table(measured, PROXY in rows), *(f"- {cost}" for cost in ingress_costs)]))
     if options.json is not None:
-        results = {"rows": [asdict(row) for row in measured], "costs": [asdict(cost) for cost in gate_costs]}
+        results = {"rows": [asdict(row) for row in measured], "costs": [asdict(cost) for cost in ingress_costs]}
         options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    return int(any(row.missed for row in measured) or any(cost.missed for cost in gate_costs))
+    return int(any(row.missed for row in measured) or any(cost.missed for cost in ingress_costs))
 
 
 def kill_repeatedly(victim: Victim, repeats: int, kill: Callable[[], KillResult], screen: Screen) -> FailureRow:

@@ -1,5 +1,5 @@
-"""Measures the ingress's cost for one reader: how much later a chunk arrives than at AsyncClient, how much longer a
-request takes.
+"""Measures the overhead of the ingress for one reader, compared with AsyncClient: how much later a chunk arrives, and
+how much longer a request takes.
 
 Ingress and client are measured in turn, beginning with a different one each time.
 """
@@ -23,12 +23,12 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import mixed_tokens
-from tools.fleet_failures.clockwork import Clockwork
+from tools.fleet_failures.clock_server import ClockServer
 from tools.fleet_failures.fleet import Fleet, broadcast, is_ready, wait_until
+from tools.fleet_failures.kills import find_sessions
 from tools.fleet_failures.reader import WantedText, stream_events
-from tools.fleet_failures.rows import find_sessions
 
-APP_NAME, TEXT_TOKENS, WARM_UP_TURNS = "clockwork", 128, 2
+APP_NAME, TEXT_TOKENS, WARM_UP_TURNS = "clock-server", 128, 2
 # Limits: milliseconds that a chunk arrives later, and how many times longer a request takes.
 MAX_LAG_MS, MAX_REQUEST_RATIO = 1.0, 1.03
 NS_PER_MS = 1e6
@@ -69,16 +69,16 @@ def _measure_lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cos
 
     from outrider.fleet.deployment import deploy
 
-    screen.show("starting an ingress with a clockwork")
+    screen.show("starting an ingress with a clock server")
     wanted = WantedText((1, 2, 3), TEXT_TOKENS, 0.0, 0)
-    with closing(Clockwork()) as clockwork:
+    with closing(ClockServer()) as server:
         deploy(
-            FleetPlan(ServeSettings(), attached=(clockwork.endpoint,), ingress=IngressPlan(port=0)),
+            FleetPlan(ServeSettings(), attached=(server.endpoint,), ingress=IngressPlan(port=0)),
             APP_NAME,
         )
         try:
             ingress = _wait_for_ingress()
-            client = AsyncClient(clockwork.endpoint)
+            client = AsyncClient(server.endpoint)
             lags = _alternate(
                 lambda: _lags_by_ingress(ingress, wanted),
                 lambda: lags_by_client(client, wanted, runner),
@@ -88,7 +88,9 @@ def _measure_lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cos
         finally:
             serve.delete(APP_NAME)
     by_ingress, by_client = ([float(np.median(text)) for text in way] for way in lags)
-    later = bootstrap([gate_ms - client_ms for gate_ms, client_ms in zip(by_ingress, by_client, strict=True)], _median)
+    later = bootstrap(
+        [ingress_ms - client_ms for ingress_ms, client_ms in zip(by_ingress, by_client, strict=True)], _median
+    )
     lags_ms = (("ingress", by_ingress), ("client", by_client))
     each = [Cost(f"a chunk by the {name}, ms p50", bootstrap(ms, _median)) for name, ms in lags_ms]
     return [Cost("a chunk later by the ingress, ms p50", later, MAX_LAG_MS), *each]
@@ -106,20 +108,20 @@ def _measure_request_ratio(fleet: Fleet, pairs: int, runner: asyncio.Runner, scr
     prompts = mixed_tokens(pairs)
     texts: tuple[list[str], list[str]] = ([], [])
     wanted = [WantedText(prompt, TEXT_TOKENS, 0.0, 0) for prompt in prompts]
-    by_ingress, by_client = iter([*wanted[:WARM_UP_TURNS], *wanted]), iter([*wanted[:WARM_UP_TURNS], *wanted])
+    of_ingress, of_client = iter([*wanted[:WARM_UP_TURNS], *wanted]), iter([*wanted[:WARM_UP_TURNS], *wanted])
 
-    def through() -> Timed:
+    def by_ingress() -> Timed:
         began = time.perf_counter()
-        received = stream_events(ingresses[0], next(by_ingress).body, session)
+        received = stream_events(ingresses[0], next(of_ingress).body, session)
         texts[0].append("".join(event["choices"][0]["text"] for event in received))
         return Timed(TEXT_TOKENS, time.perf_counter() - began)
 
-    def straight() -> Timed:
+    def by_client() -> Timed:
         began = time.perf_counter()
-        texts[1].append(runner.run(_generate_text(client, next(by_client))))
+        texts[1].append(runner.run(_generate_text(client, next(of_client))))
         return Timed(TEXT_TOKENS, time.perf_counter() - began)
 
-    times = _alternate(through, straight, pairs, lambda number: screen.show(f"requests: {number} of {pairs}"))
+    times = _alternate(by_ingress, by_client, pairs, lambda number: screen.show(f"requests: {number} of {pairs}"))
     if texts[0] != texts[1]:
         raise WorkerError("texts differ between the ingress and the client; expected the same for the same seed")
     slower = ratio(times[1], times[0])
@@ -141,9 +143,9 @@ def _alternate(
 
 
 def _wait_for_ingress() -> str:
-    wait_until(lambda: broadcast("ingress", "url", APP_NAME), "the clockwork's ingress does not start")
+    wait_until(lambda: broadcast("ingress", "url", APP_NAME), "the clock server's ingress does not start")
     (url,) = broadcast("ingress", "url", APP_NAME)
-    wait_until(lambda: is_ready(url), "the clockwork's ingress does not answer")
+    wait_until(lambda: is_ready(url), "the clock server's ingress does not answer")
     return str(url)
 
 

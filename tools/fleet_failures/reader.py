@@ -16,9 +16,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from outrider.bench.comparison.runs import Arrival
+from tools.web.streams import read_events
 
 PATH, TIMEOUT_SECONDS, RETRY_SECONDS = "/v1/completions", 60.0, 0.05
-MAX_BREAKS = 200
+MAX_INTERRUPTIONS = 200
 SESSION_HEADER = "x-session-id"
 
 
@@ -43,49 +44,49 @@ class WantedText:
         }
 
 
-class BrokenAnswer(Exception):
+class IncompleteResponse(Exception):
     """An incomplete answer; the message says what arrived instead."""
 
 
 @dataclass(slots=True)
 class Reader:
-    """Reads a text with `read`; records its tokens, their arrivals, and each interruption (`breaks`)."""
+    """Reads a text with `read`; records its tokens, their arrivals, and each interruption (`interruptions`)."""
 
     ingresses: Sequence[str]
     wanted: WantedText
     session: str
     tokens: list[int] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
-    breaks: list[str] = field(default_factory=list)
+    interruptions: list[str] = field(default_factory=list)
     sent: float = 0.0
 
     def read(self) -> None:
         """Reads the whole text.
 
         Raises:
-            BrokenAnswer: all ingresses failed, `MAX_BREAKS` times.
+            IncompleteResponse: all ingresses failed, `MAX_INTERRUPTIONS` times.
         """
         self.sent = time.perf_counter()
         while len(self.tokens) < self.wanted.length:
             try:
-                self._ask(self.ingresses[len(self.breaks) % len(self.ingresses)])
-            except (OSError, HTTPException, BrokenAnswer) as error:
-                self.breaks.append(f"{type(error).__name__}: {error}")
-                if len(self.breaks) > MAX_BREAKS:
-                    raise BrokenAnswer(self.breaks[-1]) from None
-                if len(self.breaks) > 1:
+                self._ask(self.ingresses[len(self.interruptions) % len(self.ingresses)])
+            except (OSError, HTTPException, IncompleteResponse) as error:
+                self.interruptions.append(f"{type(error).__name__}: {error}")
+                if len(self.interruptions) > MAX_INTERRUPTIONS:
+                    raise IncompleteResponse(self.interruptions[-1]) from None
+                if len(self.interruptions) > 1:
                     time.sleep(RETRY_SECONDS)
 
-    def goes_on(self, struck: float) -> bool:
+    def has_continued(self, killed_at: float) -> bool:
         """Whether tokens have arrived since this time."""
-        return bool(self._after(struck))
+        return bool(self._after(killed_at))
 
-    def wait(self, struck: float) -> float:
+    def wait(self, killed_at: float) -> float:
         """Returns the longest wait for a token after this time; tokens that were already sent arrive at once."""
-        return max(after - before for before, after in pairwise([struck, *self._after(struck)]))
+        return max(after - before for before, after in pairwise([killed_at, *self._after(killed_at)]))
 
-    def _after(self, struck: float) -> list[float]:
-        return [arrival.at for arrival in self.arrivals if arrival.at > struck]
+    def _after(self, killed_at: float) -> list[float]:
+        return [arrival.at for arrival in self.arrivals if arrival.at > killed_at]
 
     def _ask(self, ingress: str) -> None:
         for event in stream_events(ingress, self._body(), self.session):
@@ -106,7 +107,7 @@ def stream_events(ingress: str, body: dict[str, Any], session: str = "") -> Iter
     """Yields the events of a streamed completion.
 
     Raises:
-        BrokenAnswer: the request is refused, or the stream has an error or is incomplete.
+        IncompleteResponse: the request is refused, or the stream has an error or is incomplete.
         OSError, HTTPException: the connection failed.
     """
     connection = HTTPConnection(urlsplit(ingress).netloc, timeout=TIMEOUT_SECONDS)
@@ -115,14 +116,14 @@ def stream_events(ingress: str, body: dict[str, Any], session: str = "") -> Iter
         connection.request("POST", PATH, json.dumps({**body, "stream": True}), headers)
         answer = connection.getresponse()
         if answer.status != 200:
-            raise BrokenAnswer(f"{answer.status}: {answer.read(400).decode(errors='replace')}")
-        while not (line := answer.readline()).startswith(b"data: [DONE]"):
-            if not line:
-                raise BrokenAnswer("the stream ended before its text")
-            if line.startswith(b"data: "):
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise BrokenAnswer(str(event["error"]["message"]))
-                yield event
+            raise IncompleteResponse(f"{answer.status}: {answer.read(400).decode(errors='replace')}")
+        for data in read_events(answer):
+            if data.startswith(b"[DONE]"):
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise IncompleteResponse(str(event["error"]["message"]))
+            yield event
+        raise IncompleteResponse("the stream ended before its text")
     finally:
         connection.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.fleet_failures.rows import KillResult
+from tools.fleet_failures.kills import KillResult
 from tools.fleet_failures.victims import PROXY
 
 LIMIT_SECONDS = {"attached": 1.5}

@@ -13,7 +13,7 @@ from tools.fleet_failures.hosts import Hosts
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class KillContext:
     """The `engine` that generates the texts, and the `ingress` at which they are read."""
 
     hosts: Hosts
@@ -24,18 +24,19 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class KillPlan:
-    """`kill` kills a part; `mend` does what launchd or an operator would do then, for most parts nothing."""
+    """`kill` kills a part. `repair` does what launchd or an operator would do then; for most parts nothing."""
 
     kill: Callable[[], object]
-    mend: Callable[[], object] = lambda: None
+    repair: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A part to kill. `aim` finds its processes beforehand, so that the kill takes no time. `kind`: of the engine."""
+    """A part to kill. `plan` finds its processes beforehand, so that the kill takes no time. `kind`: of the engine that
+    generates the texts."""
 
     name: str
-    aim: Callable[[Scene], KillPlan]
+    plan: Callable[[KillContext], KillPlan]
     kind: str = "placed"
 
 
@@ -43,12 +44,12 @@ def make_kill(process: psutil.Process) -> Callable[[], None]:
     return lambda: process.send_signal(signal.SIGKILL)
 
 
-def _node(scene: Scene) -> KillPlan:
+def _node(scene: KillContext) -> KillPlan:
     node = scene.hosts.of(scene.engine.actor)
     return KillPlan(scene.hosts.loss(node), lambda: scene.hosts.replace(node, {"metal": 1}))
 
 
-def _drafters_node(scene: Scene) -> KillPlan:
+def _drafters_node(scene: KillContext) -> KillPlan:
     node = scene.hosts.of(scene.engine.drafter)
     return KillPlan(scene.hosts.loss(node), lambda: scene.hosts.replace(node, {"ane": 2}))
 

@@ -1,1 +1,1 @@
-"""The live page in a real browser: compares what it shows with what the API answers, and takes its picture."""
+"""Opens the page in a real browser, compares what it shows with the API, and takes screenshots."""

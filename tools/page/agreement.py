@@ -28,8 +28,8 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help="URL of a running `outrider serve`")
-    parser.add_argument("--requests", type=int, default=50)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=50, help="number of requests (default: 50)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens per text (default: 64)")
 
 
 def run(options: argparse.Namespace) -> int:

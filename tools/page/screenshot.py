@@ -1,4 +1,4 @@
-"""Takes the page's picture for the README: one text in a window of a laptop's width.
+"""Takes the screenshot of the page for the README: one text in a window of a laptop's width.
 
 outrider serve &
 python -m tools.page.screenshot docs/page.png
@@ -23,11 +23,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help="URL of a running `outrider serve`")
     parser.add_argument("--dark", action="store_true", help="use the dark colour scheme")
     parser.add_argument("--race", action="store_true", help="race AR and SSD")
-    parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--mode", default="auto")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--max-tokens", type=int, default=240)
-    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--prompt", default=PROMPT, help="prompt to fill in")
+    parser.add_argument("--mode", default="auto", help="mode (default: auto)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="temperature (default: 0)")
+    parser.add_argument("--max-tokens", type=int, default=240, help="tokens of the text (default: 240)")
+    parser.add_argument("--seed", type=int, default=7, help="seed (default: 7)")
 
 
 def run(options: argparse.Namespace) -> int:

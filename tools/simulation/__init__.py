@@ -1,1 +1,1 @@
-"""Machines that you do not have: their workers, which run with a profile's times, and rounds in arithmetic."""
+"""Simulates machines that you do not have: workers whose forwards take a profile's times, and simulated rounds."""

@@ -17,7 +17,7 @@ from tools.simulation.environment import simulated_machine
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("profile", type=Path, metavar="PROFILE")
+    parser.add_argument("profile", type=Path, metavar="PROFILE", help="latency profile")
     parser.add_argument("--replay", type=Path, metavar="SCRIPT", help="the texts that the drafter replays")
     parser.add_argument("command", nargs="+", metavar="-- COMMAND", help="a command of outrider and its arguments")
 

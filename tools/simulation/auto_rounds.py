@@ -1,7 +1,7 @@
-"""Rounds of mode `auto` in arithmetic: the real planner, estimates and proposals; no processes, messages or clock.
+"""Simulates rounds of mode `auto` with the real planner, estimates and proposals; no processes, messages or clock.
 
 A `Server` plays texts under the policy's plans, or under one fixed plan, and feeds the estimates with what the planner
-reports of real rounds. Whether a proposed token is right is drawn by position and drafter, so a text has the same luck
+reports of real rounds. Whether a proposed token is right is drawn by position and drafter, so a text has the same draws
 under every plan. The rounds of several requests are in step. Tokens are positions: the right token at position p is
 p + 1, and wrong ones are negative.
 """
@@ -20,6 +20,7 @@ from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextProfile, classify_text
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import (
+    CopiedTail,
     CopyRound,
     Lookup,
     Proposal,
@@ -50,34 +51,45 @@ MIN_MATCH_TOKENS = 2
 
 @dataclass(frozen=True, slots=True)
 class TextKind:
-    """A kind of text. `holds`: how often a token of each drafter is right. `repeats`: the share of tokens that repeat
-    earlier ones, in passages of `passage` tokens on average. `looks_code`: the front takes it for code. `shows`: the
-    prompt repeats itself, too; a prompt to be edited does not, only the answer repeats it."""
+    """A kind of text. `acceptance`: how often a token of each drafter is right. `repeats`: the share of tokens that
+    repeat earlier ones, in passages of `passage` tokens on average. `is_code_like`: the front thread takes it for code.
+    `prompt_repeats`: the prompt repeats itself, too (a prompt to be edited does not; only the answer repeats it)."""
 
     name: str
-    holds: Mapping[str, float]
+    acceptance: Mapping[str, float]
     repeats: float = 0.05
     passage: float = 16.0
-    looks_code: bool = False
-    shows: bool = True
+    is_code_like: bool = False
+    prompt_repeats: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The costs of a machine in milliseconds.
 
-    `own_ms`: a token of each in-process drafter. `all_cores`: the time of a forward on all cores, as a share of one
-    beside a drafter. `noise`: the standard deviation of the logarithm of a round's time; every `outlier`th round takes
-    ten times as long. `cold_ms`: what the first forward of a worker takes in addition.
+    `in_process_ms`: a token of each in-process drafter. `all_cores`: the time of a forward on all cores, as a share of
+    one beside a drafter. `noise`: the standard deviation of the logarithm of a round's time; every `outlier`th round
+    takes ten times as long. `cold_ms`: the additional time of a worker's first forward.
     """
 
     profile: Profile
-    own_ms: Mapping[str, float] = field(default_factory=dict)
+    in_process_ms: Mapping[str, float] = field(default_factory=dict)
     all_cores: float = 1.0
     turnaround_ms: float = 0.3
     noise: float = 0.05
     outlier: int = 0
     cold_ms: float = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class BranchState:
+    """The work ahead for an outcome at the end of a verify: whether it has a branch (`lookup`), the branch's depth, the
+    milliseconds since the last push, and how many pushes are `missing` until it has one."""
+
+    lookup: Lookup
+    depth: int
+    since_ms: float
+    missing: int
 
 
 class Text:
@@ -89,12 +101,12 @@ class Text:
     def __init__(self, kind: TextKind, profile: Profile, length: int, rng: random.Random) -> None:
         self.kind, self.length, self.at = kind, length, 0
         size = length + 2 * ROOM_TOKENS
-        self.right = {drafter: [rng.random() < p for _ in range(size)] for drafter, p in kind.holds.items()}
+        self.right = {drafter: [rng.random() < p for _ in range(size)] for drafter, p in kind.acceptance.items()}
         self.ranks = draw_ranks(profile, size, rng)
         self._starts, self._ends = _draw_passages(kind, size, rng)
         self._chance = [rng.random() for _ in range(size)]
         self.prompt = _draw_prompt(kind, rng)
-        self.ahead: tuple[Lookup, int, float, int] | None = None  # lookup, depth, ms since last push, missing pushes
+        self.branch: BranchState | None = None
         self.rounds = self.covered = 0
         self.copy = self.lookup(MAX_COPY_TOKENS)
         self.copy_round: CopyRound | None = None
@@ -103,9 +115,9 @@ class Text:
     def chain(self, drafter: str, length: int) -> tuple[int, ...]:
         """Returns a drafter's chain: wrong from its first error on."""
         right = self.right[drafter]
-        held = next((i for i in range(length) if not right[self.at + i]), length)
+        correct = next((i for i in range(length) if not right[self.at + i]), length)
         mark = -1 - list(self.right).index(drafter) * 10**6
-        return tuple(self.at + i + 1 if i < held else mark - self.at - i for i in range(length))
+        return tuple(self.at + i + 1 if i < correct else mark - self.at - i for i in range(length))
 
     def lookup(self, length: int, then: Sequence[int] = ()) -> Copy:
         """Stands for `NgramIndex.lookup`: copies hold to the end of a repeated passage."""
@@ -114,12 +126,12 @@ class Text:
             return Copy()
         start, end = self._starts[at], self._ends[at]
         if end and at - start >= MIN_MATCH_TOKENS:
-            matched, held = min(at - start, MAX_MATCH_TOKENS), end - at
+            matched, correct = min(at - start, MAX_MATCH_TOKENS), end - at
         elif self._chance[at] < 0.35:
-            matched, held = MIN_MATCH_TOKENS, int(self._chance[at] < 0.08)
+            matched, correct = MIN_MATCH_TOKENS, int(self._chance[at] < 0.08)
         else:
             return Copy()
-        return Copy(tuple(at + i + 1 if i < held else -(10**8) - at - i for i in range(length)), matched)
+        return Copy(tuple(at + i + 1 if i < correct else -(10**8) - at - i for i in range(length)), matched)
 
     def accepted(self, proposal: Proposal) -> tuple[int, ...]:
         """Returns the accepted nodes."""
@@ -145,7 +157,7 @@ def _draw_prompt(kind: TextKind, rng: random.Random) -> list[int]:
     """Returns a prompt in which words are as frequent as in a natural text, and passages repeat as in its text."""
     tokens: list[int] = []
     for _ in range(rng.choice((12, 60, 300, 700))):
-        if kind.shows and len(tokens) > 20 and rng.random() < kind.repeats / kind.passage:
+        if kind.prompt_repeats and len(tokens) > 20 and rng.random() < kind.repeats / kind.passage:
             at = rng.randrange(len(tokens) - 10)
             tokens += tokens[at : at + int(kind.passage)]
         tokens.append(int(4000 ** rng.random()))
@@ -160,7 +172,7 @@ class Server:
     planner: Planner
     rng: random.Random
     plan: Arm | None = None
-    slower: float = 1.0
+    drafter_slowdown: float = 1.0
     """How many times as long as in the profile the drafter's work takes."""
     plans: Counter[Arm] = field(default_factory=Counter)
     _forwards: int = 0
@@ -171,7 +183,7 @@ class Server:
         the first `reading` plain ones, and more of others, since prompts are read more slowly beside chains."""
         running, spent, unread = list(texts), 0.0, float(reading)
         for text in running:
-            looks = classify_text(text.prompt, False, text.kind.looks_code)
+            looks = classify_text(text.prompt, False, text.kind.is_code_like)
             text.profile = self.planner.profiles.open(looks, greedy=True)
         self.planner.set_load(len(running), unread > 0)
         while running:
@@ -198,13 +210,13 @@ class Server:
             noise *= 10.0
         resting = plan.leaves_drafters_idle(count)
         verify_ms = self.machine.profile.target(rows) * noise * (self.machine.all_cores if resting else 1.0)
-        own_ms = max(step.own_ms for step in steps)
-        asked = [step.asked_ms for step in steps if step.asked_ms]
+        in_process_ms = max(step.in_process_ms for step in steps)
+        request_waits = [step.request_ms for step in steps if step.request_ms]
         waits = sum(step.wait_ms for step in steps) / count
         if count == 1:
-            round_ms = verify_ms + own_ms + sum(asked) + waits
+            round_ms = verify_ms + in_process_ms + sum(request_waits) + waits
         else:
-            round_ms = max(own_ms + waits + verify_ms + sum(asked) / count, sum(asked))
+            round_ms = max(in_process_ms + waits + verify_ms + sum(request_waits) / count, sum(request_waits))
         hit = plan.mode == "ssd" and all(step.proposal.lookup is Lookup.HIT for step in steps)
         round_ms += 0.0 if plain else self.machine.turnaround_ms * (1.0 if hit else 2.0)
         if not plain:
@@ -213,7 +225,7 @@ class Server:
             self._record_round(text, step, plan, round_ms, verify_ms, count)
             policy.odds = text.profile.odds if count == 1 else policy.odds
             if text.rounds > 1:
-                policy.observe_round(plan, step.kept, round_ms)
+                policy.observe_round(plan, step.committed, round_ms)
         self._last = plan
         return round_ms
 
@@ -225,40 +237,40 @@ class Server:
         """Reports a round as `Planner.on_outcome` does, and lets the draft worker work ahead."""
         e, proposal, profile = self.planner.estimates, step.proposal, text.profile
         nodes = text.accepted(proposal)
-        kept = tuple(range(text.at + 1, text.at + len(nodes) + 2))
-        step.kept, along = len(kept), proposal.count_on_chain(nodes)
+        committed = tuple(range(text.at + 1, text.at + len(nodes) + 2))
+        step.committed, along = len(committed), proposal.count_on_chain(nodes)
         own = proposal.drafter if proposal.source is Origin.HEAD else ""
         drafted = proposal.drafter_nodes
-        e.observe_round(len(kept), round_ms)
+        e.observe_round(len(committed), round_ms)
         if proposal.autonomous:
             e.pipelined_ms.add(count, round_ms)
         else:
             if count == 1:
                 self.planner.profiles.observe(profile, own, len(drafted), along)
             if own:
-                e.in_process[own].observe(len(drafted), along, step.own_ms)
+                e.in_process[own].observe(len(drafted), along, step.in_process_ms)
             else:
                 e.observe_chain(len(drafted), along)
         if proposal.lookup is Lookup.HIT:
             e.observe_turnaround(self.machine.turnaround_ms)
-        self._judge_copy(text, proposal, kept, count)
+        self._judge_copy(text, proposal, committed, count)
         line = proposal.line
-        off_line = kept[:-1] != line[: len(nodes)]
+        off_line = committed[:-1] != line[: len(nodes)]
         text.rounds += 1
-        text.silent += len(kept)
-        text.ahead = (
+        text.silent += len(committed)
+        text.branch = (
             self._work_ahead(text, line, len(nodes), off_line, plan, verify_ms, count) if plan.mode == "ssd" else None
         )
 
-    def _judge_copy(self, text: Text, proposal: Proposal, kept: Sequence[int], count: int) -> None:
+    def _judge_copy(self, text: Text, proposal: Proposal, committed: Sequence[int], count: int) -> None:
         """Reports how copies would have done, as `Planner` does."""
         e, profiles, copy, drafted = self.planner.estimates, self.planner.profiles, text.copy, proposal.drafter_nodes
-        held = e.copied.add(copy, kept)
+        correct = e.copied.add(copy, committed)
         if count == 1:
-            profiles.observe(text.profile, NGRAM, min(len(copy.chain), len(kept)), held)
+            profiles.observe(text.profile, NGRAM, min(len(copy.chain), len(committed)), correct)
         if drafted and copy.chain and proposal.chain[drafted[0]] != copy.chain[0]:
-            e.alternatives.add(copy, kept)
-        text.at += len(kept)
+            e.alternatives.add(copy, committed)
+        text.at += len(committed)
         text.copy, round_ = text.lookup(MAX_COPY_TOKENS), text.copy_round
         if round_ is not None:
             right = round_.right(range(round_.base_len + 1, text.at + 1))
@@ -271,9 +283,8 @@ class Server:
 
     def _work_ahead(
         self, text: Text, line: Sequence[int], accepted: int, off_line: bool, plan: Arm, verify_ms: float, count: int
-    ) -> tuple[Lookup, int, float, int]:
-        """Lets the draft worker work ahead during a verify. Returns whether the outcome has a branch, its depth, the
-        time since the last push, and how many pushes are missing until it has one."""
+    ) -> BranchState:
+        """Simulates the draft worker's work ahead during a verify."""
         e, profile = self.planner.estimates, self.machine.profile
         branches = max(plan.branches, 1)
         step_ms = self._draft_ms(branches * count)
@@ -291,13 +302,13 @@ class Server:
             e.observe_depth(branches, step_ms)
         text.covered = branches if pushes > late else 0
         since = max(window - pushes * step_ms, 0.0)
-        return (Lookup.HIT if found else Lookup.MISS), depth, since, max(1 + late - pushes, 0)
+        return BranchState(Lookup.HIT if found else Lookup.MISS, depth, since, max(1 + late - pushes, 0))
 
     def _draft_ms(self, rows: int) -> float:
         self._forwards += 1
         cold = self.machine.cold_ms / self._forwards if self._forwards <= 4 else 0.0
         noise = self.rng.lognormvariate(0.0, self.machine.noise)
-        return self.machine.profile.draft(max(rows, 1)) * self.slower * noise + cold
+        return self.machine.profile.draft(max(rows, 1)) * self.drafter_slowdown * noise + cold
 
     def _fan_out(self, chain: int, branches: int) -> Sequence[int]:
         return _fan_out(self.machine.profile, chain, branches)
@@ -315,22 +326,26 @@ class Server:
                 return Step(propose_copy(tail.tokens) if tail.tokens else Proposal(autonomous=True))
             if not should_draft(e, tail, depth, plan.drafter):
                 return Step(propose_copy(tail.tokens))
-            return self._own_chain(text, plan, depth) if plan.drafter else self._requested_chain(text, depth)
-        if text.ahead is None:
+            return self._in_process_chain(text, plan, depth) if plan.drafter else self._requested_chain(text, depth)
+        if text.branch is None:
             return self._after_miss(text, plan, Lookup.NONE)
-        lookup, deep, since, missing = text.ahead
+        e.observe_lookup(text.branch.lookup is Lookup.HIT, text.covered)
         step_ms = self._draft_ms(max(plan.branches, 1) * count)
-        e.observe_lookup(lookup is Lookup.HIT, text.covered)
-        if lookup is Lookup.HIT and deep > 0:
+        return self._look_up(text, text.branch, plan, tail, step_ms)
+
+    def _look_up(self, text: Text, branch: BranchState, plan: Arm, tail: CopiedTail, step_ms: float) -> Step:
+        """Decides what a text verifies after the draft worker has worked ahead. `step_ms`: between two pushes."""
+        e, depth, deep, since_ms = self.planner.estimates, plan.depth, branch.depth, branch.since_ms
+        if branch.lookup is Lookup.HIT and deep > 0:
             wait_ms = 0.0
-            while deep < depth and should_wait_for_token(e, deep, since):
-                wait_ms, since, deep = wait_ms + max(step_ms - since, 0.0), 0.0, deep + 1
+            while deep < depth and should_wait_for_token(e, deep, since_ms):
+                wait_ms, since_ms, deep = wait_ms + max(step_ms - since_ms, 0.0), 0.0, deep + 1
             return self._branch(text, deep, Lookup.GROWN if wait_ms else Lookup.HIT, wait_ms)
-        if missing:
+        if branch.missing:
             choice = choose_fallback(e, tail, depth, True, plan.drafter)
-            wait_ms = missing * step_ms - since
-            if should_wait_for_branch(e, choice, depth, max(missing * e.depth_ms() - since, 0.0)):
-                if lookup is Lookup.HIT:
+            wait_ms = branch.missing * step_ms - since_ms
+            if should_wait_for_branch(e, choice, depth, max(branch.missing * e.depth_ms() - since_ms, 0.0)):
+                if branch.lookup is Lookup.HIT:
                     return self._branch(text, 1, Lookup.LATE, wait_ms)
                 step = self._after_miss(text, plan, Lookup.MISS)
                 step.wait_ms += wait_ms
@@ -344,13 +359,13 @@ class Server:
         if choice.wait_for:
             return self._requested_chain(text, choice.wait_for, lookup)
         if choice.in_process:
-            return self._own_chain(text, plan, choice.in_process, lookup)
+            return self._in_process_chain(text, plan, choice.in_process, lookup)
         return Step(replace(propose_copy(tail.tokens), lookup=lookup))
 
-    def _own_chain(self, text: Text, plan: Arm, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
+    def _in_process_chain(self, text: Text, plan: Arm, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
         chain = text.chain(plan.drafter, depth)
         proposal = Proposal(chain, Origin.HEAD, lookup, drafter=plan.drafter)
-        return Step(proposal, own_ms=depth * self.machine.own_ms[plan.drafter])
+        return Step(proposal, in_process_ms=depth * self.machine.in_process_ms[plan.drafter])
 
     def _requested_chain(self, text: Text, depth: int, lookup: Lookup = Lookup.NONE) -> Step:
         """Returns a chain on request; a worker that has not drafted for long reads the text first."""
@@ -362,7 +377,7 @@ class Server:
         e.observe_draft(depth, work_ms)
         e.observe_link(link_ms)
         chain = self._extend(text, Proposal(text.chain(DRAFT_WORKER, depth), Origin.DRAFTED, lookup))
-        return Step(chain, asked_ms=work_ms + link_ms + behind)
+        return Step(chain, request_ms=work_ms + link_ms + behind)
 
     def _branch(self, text: Text, depth: int, lookup: Lookup, wait_ms: float) -> Step:
         branch = Proposal(text.chain(DRAFT_WORKER, depth), Origin.PREPARED, lookup)
@@ -379,9 +394,9 @@ class Step:
 
     proposal: Proposal
     wait_ms: float = 0.0
-    asked_ms: float = 0.0
-    own_ms: float = 0.0
-    kept: int = 0
+    request_ms: float = 0.0
+    in_process_ms: float = 0.0
+    committed: int = 0
 
 
 @cache

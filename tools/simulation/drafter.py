@@ -33,7 +33,7 @@ def load_worker(own: argparse.Namespace, options: argparse.Namespace, link: Work
     else:
         drafter = draft.load_drafter(options, link)
     slow = SlowLink(link, profile.link_ms)
-    pace = Pace(profile.draft, slow.nap, complain=partial(report_too_slow, link))
+    pace = Pace(profile.draft, slow.sleep, on_late=partial(report_too_slow, link))
     paced = PacedDrafter(drafter, profile.name, pace, lambda: slow.received_at)
     return draft.worker_of(options, link.incarnation, paced, slow)
 

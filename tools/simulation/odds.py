@@ -1,4 +1,4 @@
-"""A drafter's acceptance as a profile states it, and random outcomes of one text under it."""
+"""The acceptance of a drafter as a profile states it, and random texts that have it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ UNRANKED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Luck:
-    """Random outcomes of a text by position: the proposal is right if its draw is below the acceptance; otherwise
-    the true token has this rank among the other candidates."""
+class TextDraws:
+    """The random draws of a text by position. The drafter's proposal is right if the draw of `uniform` is below the
+    acceptance; otherwise the true token has this rank among the other candidates."""
 
-    draws: tuple[float, ...]
+    uniform: tuple[float, ...]
     ranks: tuple[int, ...]
 
     @classmethod
-    def drawn(cls, profile: Profile, length: int, seed: int) -> Luck:
+    def draw(cls, profile: Profile, length: int, seed: int) -> TextDraws:
         rng = random.Random(seed)
-        draws = tuple(rng.random() for _ in range(length))
-        return cls(draws, tuple(draw_ranks(profile, length, rng)))
+        uniform = tuple(rng.random() for _ in range(length))
+        return cls(uniform, tuple(draw_ranks(profile, length, rng)))
 
 
 def draw_ranks(profile: Profile, count: int, rng: random.Random) -> list[int]:

@@ -36,21 +36,21 @@ def sleep_precisely(seconds: float) -> None:
 class Pace:
     """Makes forwards take a profile's `latency`.
 
-    Call `end` after a forward was built, and `wait` when its result has been read. `nap(seconds)` waits, `clock()`
-    returns seconds, `complain` is called when the real work takes longer than the profile.
+    Call `end` after a forward was built, and `wait` when its result has been read. `sleep(seconds)` waits, `clock()`
+    returns seconds, `on_late` is called when the real work takes longer than the profile.
     """
 
     def __init__(
         self,
         latency: Latency,
-        nap: Callable[[float], None] = sleep_precisely,
+        sleep: Callable[[float], None] = sleep_precisely,
         clock: Callable[[], float] = time.perf_counter,
-        complain: Callable[[str], None] = log.warning,
+        on_late: Callable[[str], None] = log.warning,
     ) -> None:
         self._latency = latency
-        self._nap = nap
+        self._sleep = sleep
         self._clock = clock
-        self._complain = complain
+        self._on_late = on_late
         self._busy_until = 0.0
         self._pending = False
         self._simulated = 0.0
@@ -73,12 +73,12 @@ class Pace:
         self._pending = False
         now = self._clock()
         if now < self._busy_until:
-            self._nap(self._busy_until - now)
+            self._sleep(self._busy_until - now)
             return
         self._late += now - self._busy_until
         self._busy_until = now
         if self._late > MAX_LATE_SECONDS + MAX_LATE_RATIO * self._simulated:
-            self._complain(
+            self._on_late(
                 f"{TIMES_NOT_KEPT}: forwards ended {self._late * 1000:.0f} ms late in {self._simulated * 1000:.0f} ms"
                 " of simulated time; use a smaller model, a slower profile or an idle machine"
             )

@@ -6,7 +6,7 @@ from `bonus_ranks`. Every draw is a function of (seed, position), so a run can b
 
 `PacedDrafter` wraps a drafter: each forward of its trees takes the profile's time for its rows. `SlowLink` is the link
 of a distant drafter: every message takes the profile's time each way. It has no thread of its own: messages that are
-due are sent whenever the worker sends, receives or naps.
+due are sent whenever the worker sends, receives or sleeps.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ class SlowLink:
     def expect(self, milliseconds: float) -> None:
         self._link.expect(milliseconds)
 
-    def nap(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         """Sleeps, and delivers messages meanwhile."""
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:

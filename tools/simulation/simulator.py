@@ -1,10 +1,10 @@
 """Simulates rounds by arithmetic: the tokens per second of a profile's machine under a policy, without processes,
 messages or models. It computes tens of thousands of rounds per second.
 
-Times come from the profile's curves, outcomes from the random draws of a text (`Luck`): whether the drafter's proposal
-at a position is right, and the rank of the true token if it is not. A text has the same draws under every policy. Tests
-compare the results with the real rounds in virtual time. The rounds of a batch are in step: if one sequence waits, all
-wait (paper, corollary 16).
+Times come from the profile's curves, outcomes from the random draws of a text (`TextDraws`): whether the drafter's
+proposal at a position is right, and the rank of the true token if it is not. A text has the same draws under every
+policy. Tests compare the results with the real rounds in virtual time. The rounds of a batch are in step: if one
+sequence waits, all wait (paper, corollary 16).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import accumulate
 from operator import mul
 
 from outrider.drafters.fan_out import FAN_OUT_POLICIES
-from tools.simulation.odds import KnownOdds, Luck
+from tools.simulation.odds import KnownOdds, TextDraws
 from tools.simulation.profile import Profile
 
 # A millisecond is worth the rate itself, which a pilot run over the text's length divided by this measures.
@@ -28,9 +28,9 @@ PILOT_DIVISOR = 4
 class Policy:
     """The rules of a round; `mode` is ar, sd or ssd.
 
-    `anytime`: branches are used as deep as they are; else a round waits until all are complete. `filled`: after a miss
-    the best of an AR step and a chain on request of any length; else always a chain of K tokens. `hoping`: an outcome
-    may wait for branches that are on their way.
+    `anytime`: branches are used as deep as they are; else a round waits until all are complete. `adaptive_fallback`:
+    after a miss, the best of an AR step and a chain on request of any length; else always a chain of K tokens.
+    `branch_waits`: an outcome may wait for branches that are still to arrive.
     """
 
     mode: str = "ssd"
@@ -38,8 +38,8 @@ class Policy:
     branches: int = 10
     fan_out: str = "best-first"
     anytime: bool = True
-    filled: bool = True
-    hoping: bool = True
+    adaptive_fallback: bool = True
+    branch_waits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Stream:
     """One sequence. `chain` tokens are under verification at position `at`. The drafter has fed `fed` of them and
     `ahead` tokens after the whole chain; it must first read `behind` committed tokens."""
 
-    luck: Luck
+    text: TextDraws
     at: int = 0
     chain: int = 0
     fed: int = 0
@@ -84,10 +84,10 @@ class Work:
         """Returns when the drafter handles a message that arrives at `at`, after the current forward, and how many
         forwards have ended by then."""
         done = self.done(at)
-        begun = self.ends[done - 1] if done else self.start
-        if done == len(self.ends) or at == begun:
+        started = self.ends[done - 1] if done else self.start
+        if done == len(self.ends) or at == started:
             return max(at, self.start), done
-        return (self.start, 0) if at < begun else (self.ends[done], done + 1)
+        return (self.start, 0) if at < started else (self.ends[done], done + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +114,17 @@ class Simulator:
 
     def run(self, tokens: int, seed: int = 0) -> Result:
         """Runs over random texts of `tokens` tokens, drawn from `seed`."""
-        return self.play([Luck.drawn(self._profile, tokens, seed + index) for index in range(self._batch)])
+        return self.play([TextDraws.draw(self._profile, tokens, seed + index) for index in range(self._batch)])
 
-    def play(self, lucks: Sequence[Luck]) -> Result:
+    def play(self, texts: Sequence[TextDraws]) -> Result:
         """Runs over texts with these draws, until a text ends."""
-        tokens = min(len(luck.draws) for luck in lucks) - self._policy.depth - 1
+        tokens = min(len(text.uniform) for text in texts) - self._policy.depth - 1
         self._tokens_per_ms = self._batch / self._target_ms(self._batch)
-        self._tokens_per_ms = self._play(lucks, tokens // PILOT_DIVISOR).tokens_per_second / 1000
-        return self._play(lucks, tokens)
+        self._tokens_per_ms = self._play(texts, tokens // PILOT_DIVISOR).tokens_per_second / 1000
+        return self._play(texts, tokens)
 
-    def _play(self, lucks: Sequence[Luck], length: int) -> Result:
-        streams = [Stream(luck) for luck in lucks]
+    def _play(self, texts: Sequence[TextDraws], length: int) -> Result:
+        streams = [Stream(text) for text in texts]
         now = free = busy = 0.0
         tokens = hits = rounds = 0
         while all(stream.at < length for stream in streams):
@@ -154,14 +154,14 @@ class Simulator:
 
     def _verify(self, stream: Stream) -> None:
         """Sets the outcome: the accepted tokens, and the bonus token's rank among the drafter's candidates."""
-        luck, accepted = stream.luck, 0
-        while accepted < stream.chain and luck.draws[stream.at + accepted] < self._odds.acceptance(accepted):
+        text, accepted = stream.text, 0
+        while accepted < stream.chain and text.uniform[stream.at + accepted] < self._odds.acceptance(accepted):
             accepted += 1
         at = stream.at + accepted
-        stream.accepted, stream.rank = accepted, luck.ranks[at]
+        stream.accepted, stream.rank = accepted, text.ranks[at]
         if accepted == stream.chain:
-            right = luck.draws[at] < self._odds.acceptance(0)
-            stream.rank = 0 if right else luck.ranks[at] + 1
+            right = text.uniform[at] < self._odds.acceptance(0)
+            stream.rank = 0 if right else text.ranks[at] + 1
         stream.at = at + 1
 
     # --- the drafter ----------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Simulator:
         depth = self._depth(stream, pushed)
         if depth:
             return self._reach_probability[depth] if depth < self._policy.depth else 0.0
-        if not self._policy.hoping or pushed > (stream.accepted > stream.fed):
+        if not self._policy.branch_waits or pushed > (stream.accepted > stream.fed):
             return 0.0
         full = stream.accepted == stream.chain
         count = self._fan_out(stream.chain)[stream.accepted]
@@ -257,7 +257,7 @@ class Simulator:
             wait_ms = delay_ms + length * step_ms + self._message_ms if length else 0.0
             return Fallback(length, self._value(missed, streams, length, wait_ms))
 
-        if not self._policy.filled:
+        if not self._policy.adaptive_fallback:
             return fallback(whole)
         return max(map(fallback, range(whole + 1)), key=lambda choice: choice.value)
 

@@ -40,7 +40,7 @@ def load_worker(
     hello, worker = target.load_worker(options, leader, link)
     from tools.simulation.paced_runner import PacedRunner  # only now, as it imports MLX
 
-    worker.runner = PacedRunner(Pace(profile.target, clock=time.monotonic, complain=partial(report_too_slow, link)))
+    worker.runner = PacedRunner(Pace(profile.target, clock=time.monotonic, on_late=partial(report_too_slow, link)))
     return replace(hello, note="; ".join(filter(None, [f"simulating {profile.name}", hello.note]))), worker
 
 

@@ -1,1 +1,1 @@
-"""The HTTP server from outside: started before a cluster, asked as strangers ask, watched as the system sees it."""
+"""Runs HTTP servers, sends them requests, and measures their latencies, CPU time and memory."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from outrider.bench import picture
 from outrider.bench.comparison.report import RUNNER_COLOURS, Percentiles, estimate_percentiles
 from outrider.bench.comparison.runs import Interval, Timed, bootstrap, total_rate
-from tools.web.generator import TimedAnswer
-from tools.web.reading import StreamTimes
+from tools.web.load_generator import TimedAnswer
+from tools.web.streams import StreamTimes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

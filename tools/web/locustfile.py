@@ -29,10 +29,10 @@ class PlannedUser(FastHttpUser):  # type: ignore[misc]
     @task  # type: ignore[untyped-decorator]
     def send_plan(self) -> None:
         """Sends the whole plan once."""
-        begun, group = time.perf_counter(), Group()
+        started, group = time.perf_counter(), Group()
         with Path(PLAN["answers"]).open("w") as answers:
             for number, request in enumerate(PLAN["requests"]):
-                gevent.sleep(max(0.0, begun + request["after"] - time.perf_counter()))
+                gevent.sleep(max(0.0, started + request["after"] - time.perf_counter()))
                 group.spawn(lambda *of: print(json.dumps(self.ask(*of)), file=answers), number, request["body"])
             group.join()
         self.environment.runner.quit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,21 +50,27 @@ def run_site(cluster: LocalCluster, model: ModelFiles, **settings: object) -> It
     listener = HttpListener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
     with TemporaryDirectory() as folder:
         process = listener.serve(cluster.endpoint, model, Path(folder), "warning")
+
+        def is_alive() -> bool:
+            process.check()
+            return True
+
         try:
-            _wait_until_up(listener.url, process)
+            if not wait_for_url(f"{listener.url}/health", is_alive, START_TIMEOUT_SECONDS):
+                raise WorkerError(f"the HTTP server does not answer at {listener.url}, although its process runs")
             yield Site(listener.url, process)
         finally:
             process.close()
             listener.close()
 
 
-def _wait_until_up(url: str, process: HttpProcess) -> None:
-    until = time.monotonic() + START_TIMEOUT_SECONDS
-    while time.monotonic() < until:
-        process.check()
+def wait_for_url(url: str, is_alive: Callable[[], bool], timeout_s: float) -> bool:
+    """Waits until a GET of `url` succeeds, and returns True; False if the server has ended, or after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and is_alive():
         try:
-            with urlopen(f"{url}/health", timeout=REQUEST_TIMEOUT_SECONDS):
-                return
+            with urlopen(url, timeout=REQUEST_TIMEOUT_SECONDS):
+                return True
         except OSError:
             time.sleep(0.05)
-    raise WorkerError(f"the HTTP server does not answer at {url}, although its process runs")
+    return False

@@ -1,1 +1,1 @@
-"""Trains a draft model for a target by distillation from the target's answers: prompts, text, training, export."""
+"""Trains a draft model for a chat model by distillation from the chat model's answers to generated prompts."""

@@ -1,8 +1,8 @@
-"""Writes and reads trained drafts in the repository's format: layers in 4 bits, norms, and their tokens."""
+"""Writes and reads trained drafts: layers in 4 bits, norms, lens and vocabulary, without the target's own weights."""
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,78 +10,65 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.training.draft.quantise import BITS, GROUP, packed, quantise, unpacked
+from models.training.export import llama_config
+from models.training.quantise import BITS, GROUP_SIZE, dequantise, pack, quantise
 from models.training.recipe import Shape
+from models.training.storage import write_json
 from outrider.protocol.errors import ModelError
 
 
-def write(folder: Path, weights: dict[str, Tensor], outputs: Tensor, target: Shape, about: dict[str, Any]) -> None:
-    """Writes config.json, model.safetensors and training.json (with the content `about`) into the new `folder`."""
-    tensors: dict[str, Tensor] = {"d2t": (outputs.cpu() - torch.arange(len(outputs))).int()}
+def write_draft(
+    folder: Path, weights: dict[str, Tensor], vocab_ids: Tensor, target: Shape, about: dict[str, Any]
+) -> None:
+    """Writes config.json, model.safetensors, and training.json with the content `about` into `folder`.
+
+    `vocab_ids` [V_d]: the target's tokens in the draft's vocabulary.
+    """
+    tensors = {"d2t": (vocab_ids.cpu() - torch.arange(len(vocab_ids))).int()}
     for name, value in weights.items():
-        tensor = value.detach().float().cpu()
+        weight = value.detach().float().cpu()
         if name == "lens":
-            tensors[name] = tensor.half()
-            continue
-        if tensor.dim() < 2:
-            tensors[f"model.{name}"] = tensor.half()
-            continue
-        steps, scales, biases = quantise(tensor)
-        stem = f"model.{name.removesuffix('.weight')}"
-        tensors |= {f"{stem}.weight": packed(steps), f"{stem}.scales": scales, f"{stem}.biases": biases}
+            tensors[name] = weight.half()
+        elif weight.dim() < 2:
+            tensors[f"model.{name}"] = weight.half()
+        else:
+            q, scales, biases = quantise(weight)
+            stem = f"model.{name.removesuffix('.weight')}"
+            tensors |= {f"{stem}.weight": pack(q), f"{stem}.scales": scales, f"{stem}.biases": biases}
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, folder / "model.safetensors", metadata={"format": "mlx"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "mlx"})
     mlp = weights["layers.0.mlp.gate_proj.weight"].shape[0]
     layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
-    _write_json(folder / "config.json", _config(target, layers, mlp, len(outputs)))
-    _write_json(folder / "training.json", about)
+    write_json(folder / "config.json", _config(target, layers, mlp, len(vocab_ids)))
+    write_json(folder / "training.json", about)
 
 
-def read(folder: Path) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the parameters and the tokens of the draft in `folder`. Raises ModelError if there is none."""
+def read_draft(folder: Path) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns the parameters of the draft in `folder`, and its vocabulary as ids of the target. Raises ModelError if
+    there is none."""
     try:
         tensors = load_file(folder / "model.safetensors")
-        tokens = tensors.pop("d2t").long()
+        offsets = tensors.pop("d2t").long()
     except (OSError, KeyError) as error:
         raise ModelError(f"{folder} has no draft that was trained here ({error})") from error
     weights: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        name = key.removeprefix("model.")
-        stem = key.removesuffix(".weight")
-        if f"{stem}.scales" in tensors and key.endswith(".weight"):
-            weights[name] = unpacked(tensor, tensors[f"{stem}.scales"], tensors[f"{stem}.biases"])
+        name, stem = key.removeprefix("model."), key.removesuffix(".weight")
+        if key.endswith(".weight") and f"{stem}.scales" in tensors:
+            weights[name] = dequantise(tensor, tensors[f"{stem}.scales"], tensors[f"{stem}.biases"])
         elif not key.endswith((".scales", ".biases")):
             weights[name] = tensor.float()
-    return weights, tokens + torch.arange(len(tokens))
+    return weights, offsets + torch.arange(len(offsets))
 
 
-def _config(shape: Shape, layers: int, mlp: int, outputs: int) -> dict[str, Any]:
-    quantisation = {"group_size": GROUP, "bits": BITS}
+def _config(shape: Shape, layers: int, mlp: int, vocab: int) -> dict[str, Any]:
+    """Returns config.json. Embedding and output layer are the target's, which `"embedding": "target"` says."""
+    quantisation = {"group_size": GROUP_SIZE, "bits": BITS}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": mlp,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": shape.norm_epsilon,
-        "vocab_size": shape.vocab,
-        "tie_word_embeddings": True,
-        "rope_theta": shape.rope_base,
-        "max_position_embeddings": shape.context,
-        "torch_dtype": "float16",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **llama_config(replace(shape, layers=layers, mlp=mlp, tied=True)),
         "embedding": "target",
-        "draft_vocab_size": outputs,
+        "draft_vocab_size": vocab,
         "quantization": quantisation,
         "quantization_config": quantisation,
     }
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")

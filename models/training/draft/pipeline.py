@@ -1,52 +1,54 @@
-"""Runs the training of a draft: reads the target, lets it write text, trains, and exports.
+"""Runs the training of a draft: the target's text, training, export.
 
-Every stage keeps its result in the work folder and the store, so the same command continues after an interruption.
-Several runs may share a store: one writes, and all train on its text.
+Every stage keeps its result in the folder of the unfinished run and in the store, so the same command continues after
+an interruption. Several runs may share a store: one generates text, and all train on it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from models.training.draft import export, text
-from models.training.draft.learner import Draft
+from models.training.draft import text
+from models.training.draft.export import read_draft, write_draft
+from models.training.draft.model import DraftModel
 from models.training.draft.prompts import Prompts
-from models.training.draft.store import Answer, Store, StoreForm
-from models.training.draft.text import Chat
-from models.training.draft.trainer import Trainer, TrainerForm
-from models.training.heads.target import read_target
+from models.training.draft.store import Sample, Store, StoreIdentity
+from models.training.draft.text import ChatTokenizer, load_snippets
+from models.training.draft.trainer import Trainer, TrainerConfig
 from models.training.llama import Llama
 from models.training.loop import matrix_dtype, pick_device
-from models.training.storage import check_out, replacing
-from outrider.protocol.digest import model_digest
+from models.training.storage import check_out, file_lock, partial_folder, replacing
+from models.training.target import load_target
+from outrider.protocol.digest import model_digest, replace_file
 from outrider.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-_LEAST_TOKENS = 10_000  # of text, before training begins
+_MIN_TOKENS = 10_000  # of text, before training starts
 _SLOTS = {"cpu": 128, "cuda": 768}
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
-_LENS_ANSWERS = 64  # for the initial lens
-_WRITING = 0.4  # largest share of the minutes for text
+_LENS_SAMPLES = 64  # from which the initial lens is fitted
+_TEXT_SHARE = 0.4  # largest share of the minutes for text
+_REFRESH_STEPS = 16  # between two searches for new text
+_WAIT_SECONDS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRecipe:
-    """A draft from the target's `layers` that can draft `vocab` tokens, with MLPs of width `mlp` (None: the target's).
+    """A draft from the target's `layers` with a vocabulary of `vocab` tokens and MLPs of width `mlp` (None: the
+    target's).
 
-    `text_tokens`: how much the target writes; `minutes`: for text and training (None: until it is stopped); `held_out`:
-    number of prompts. `begin_as`: another run's folder, or a finished draft's, which provides the initial first layers
-    and tokens that can be drafted in any case.
+    `text_tokens`: how much the target generates; `minutes`: for text and training (None: until it is stopped);
+    `held_out`: number of held-out prompts. `begin_as`: the folder of another run or of a finished draft, from which
+    this draft takes its first layers, and tokens that are in its vocabulary in any case.
     """
 
     seed: int = 0
@@ -63,51 +65,56 @@ class DraftRecipe:
 
 
 def run(recipe: DraftRecipe, target: Path, out: Path, store: Path, *, text_only: bool = False) -> None:
-    """Trains a draft from text in `store`, and writes it to `out`. Raises InvalidRequest or ModelError on bad input."""
+    """Trains a draft on text in `store`, and writes it to `out`. With `text_only` only text is generated.
+
+    Raises:
+        InvalidRequest: a setting or a folder can't be used.
+        ModelError: the target can't be used.
+    """
     check_out(out)
     device = pick_device()
     if device.type == "cpu":
         torch.set_num_threads(1)
-    model = read_target(target, device, matrix_dtype(device))
+    model = load_target(target, device, matrix_dtype(device))
     layers = _layers(recipe, model)
-    chat, cut = Chat(target), text.pieces(store)
-    form = text.form(model_digest(target), cut, recipe.seed)
-    work = out.with_name(out.name + ".partial")
-    held_out = _held_out(store, form, model, chat, Prompts(cut, seed=recipe.seed, held_out=True), recipe)
-    kept = Store(store / "answers", form)
-    spent = _Spent(work / "text.json")
-    with _alone(store / "writing") as writes:
-        if writes:
-            _write(kept, model, chat, Prompts(cut, seed=recipe.seed), recipe, spent)
+    tokenizer, snippets = ChatTokenizer(target), load_snippets(store)
+    identity = StoreIdentity(model_digest(target), snippets.digest(), recipe.seed, text.TOP)
+    partial = partial_folder(out)
+    held_out_prompts = Prompts(snippets, seed=recipe.seed, held_out=True)
+    held_out = _held_out(store, identity, model, tokenizer, held_out_prompts, recipe.held_out)
+    samples = Store(store / "answers", identity)
+    timer = _TextTimer(partial / "text.json")
+    with file_lock(store / "writing") as locked:
+        if locked:
+            _generate_text(samples, model, tokenizer, Prompts(snippets, seed=recipe.seed), recipe, timer)
     if text_only:
         return
-    while kept.token_count < _LEAST_TOKENS:  # another run writes it
-        log.info("draft: waits for text, %d of %d tokens", kept.token_count, _LEAST_TOKENS)
-        time.sleep(20)
-        kept.refresh()
-    counts = sum(
-        of / of.sum() for of in (chat.counts(texts, model.shape.vocab) for texts in (cut.paragraphs, cut.functions))
-    )
-    trainer = _trainer(recipe, model, layers, kept, held_out, counts, work)
-    left = None if recipe.minutes is None else max(0.0, recipe.minutes - spent.seconds / 60)
-    trainer.run(left, grow=lambda: _grow(kept, trainer.progress.step))
-    trainer.sharpen()
-    publish(out, target)
+    while samples.token_count < _MIN_TOKENS:  # another run generates it
+        log.info("draft: waiting for text, %d of %d tokens", samples.token_count, _MIN_TOKENS)
+        time.sleep(_WAIT_SECONDS)
+        samples.refresh()
+    counts = [tokenizer.token_counts(part, model.shape.vocab) for part in (snippets.paragraphs, snippets.functions)]
+    frequencies = sum(count / count.sum() for count in counts)
+    trainer = _trainer(recipe, model, layers, samples, held_out, frequencies, partial)
+    left = None if recipe.minutes is None else max(0.0, recipe.minutes - timer.seconds / 60)
+    trainer.run(left, before_step=lambda: _refresh(samples, trainer.state.step))
+    trainer.scale_logits()
+    export(out, target)
 
 
-def publish(out: Path, target: Path) -> None:
-    """Writes the best draft of the run for `out`, which may continue meanwhile."""
+def export(out: Path, target: Path) -> None:
+    """Writes the best draft so far of the run for `out`, which may continue meanwhile."""
     check_out(out)
-    work = out.with_name(out.name + ".partial")
-    path = work / "best.pt"
+    partial = partial_folder(out)
+    path = partial / "best.pt"
     if not path.exists():
-        raise InvalidRequest(f"{work} has no draft that has been judged yet; let the training run first")
+        raise InvalidRequest(f"{partial} has no draft that has been evaluated yet; let the training run first")
     best = torch.load(path, map_location="cpu", weights_only=True)
-    shape = read_target(target, torch.device("cpu"), torch.float32).shape
+    shape = load_target(target, torch.device("cpu"), torch.float32).shape
     about = {key: best[key] for key in ("score", "form", "progress", "sharpness") if key in best} | json.loads(
-        (work / "draft.json").read_text()
+        (partial / "draft.json").read_text()
     )
-    export.write(out, best["mean"], best["outputs"], shape, about)
+    write_draft(out, best["mean"], best["outputs"], shape, about)
     log.info("draft: agreement %s", json.dumps(best["score"]))
 
 
@@ -122,107 +129,111 @@ def _trainer(
     recipe: DraftRecipe,
     model: Llama,
     layers: Sequence[int],
-    kept: Store,
-    held_out: Sequence[Answer],
-    text_counts: Tensor,
-    work: Path,
+    samples: Store,
+    held_out: Sequence[Sample],
+    frequencies: Tensor,
+    partial: Path,
 ) -> Trainer:
-    work.mkdir(parents=True, exist_ok=True)
-    identity = json.dumps({"layers": layers, "vocab": recipe.vocab, "mlp": recipe.mlp, **asdict(kept.form)})
-    note = work / "draft.json"
-    begun = None if recipe.begin_as is None else _begun(recipe.begin_as)
-    if not note.exists():
-        likely = kept.likely(min(recipe.vocab, len(text_counts)), text_counts, None if begun is None else begun[1])
-        torch.save(likely, work / "outputs.pt")
-        with replacing(note) as temporary:
-            temporary.write_text(identity)
-    elif note.read_text() != identity:
-        raise InvalidRequest(f"{work} has an unfinished draft with other settings; remove it or choose another --out")
-    outputs: Tensor = torch.load(work / "outputs.pt", weights_only=True)
+    """Returns the trainer of a new or unfinished run. Vocabulary and initial lens are chosen once."""
+    initial = None if recipe.begin_as is None else _read_initial(recipe.begin_as)
+    vocab_ids = _vocabulary(recipe, layers, samples, frequencies, None if initial is None else initial[1], partial)
     device = model.embed_tokens.weight.device
-    draft = Draft(model, layers, outputs, recipe.mlp).to(device)
-    lens = work / "lens.pt"
+    draft = DraftModel(model, layers, vocab_ids, recipe.mlp).to(device)
+    lens = partial / "lens.pt"
     if not lens.exists():
-        draft.begin(model, kept.answers[:_LENS_ANSWERS])
+        draft.fit_lens(model, samples.samples[:_LENS_SAMPLES])
         with replacing(lens) as temporary:
             torch.save(draft.lens.data, temporary)
     draft.lens.data = torch.load(lens, map_location=device, weights_only=True)
-    if begun is not None:
-        draft.begin_as(begun[0])
-    form = TrainerForm(
+    if initial is not None:
+        draft.init_from_draft(initial[0])
+    config = TrainerConfig(
         rate=recipe.rate, batch_tokens=recipe.batch_tokens or _BATCH_TOKENS[device.type], coupled=recipe.coupled,
-        length=min(text.LENGTH, model.shape.context), seed=recipe.seed,
+        length=min(text.MAX_TOKENS, model.shape.context), seed=recipe.seed,
     )  # fmt: skip
-    return Trainer(draft, kept, held_out, work, form)
+    return Trainer(draft, samples, held_out, partial, config)
 
 
-def _begun(folder: Path) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the parameters and the tokens of a run's best draft, or of a finished one."""
+def _vocabulary(
+    recipe: DraftRecipe,
+    layers: Sequence[int],
+    samples: Store,
+    frequencies: Tensor,
+    included: Tensor | None,
+    partial: Path,
+) -> Tensor:
+    """Returns the vocabulary of the run. Raises InvalidRequest if the unfinished run has other settings."""
+    content = {"layers": layers, "vocab": recipe.vocab, "mlp": recipe.mlp, **asdict(samples.identity)}
+    path, identity = partial / "draft.json", json.dumps(content)
+    if not path.exists():
+        partial.mkdir(parents=True, exist_ok=True)
+        count = min(recipe.vocab, len(frequencies))
+        torch.save(samples.likely_tokens(count, frequencies, included), partial / "outputs.pt")
+        replace_file(path, identity)
+    elif path.read_text() != identity:
+        raise InvalidRequest(
+            f"{partial} has an unfinished draft with other settings; remove it or choose another --out"
+        )
+    vocab_ids: Tensor = torch.load(partial / "outputs.pt", weights_only=True)
+    return vocab_ids
+
+
+def _read_initial(folder: Path) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns the parameters and the vocabulary of a run's best draft, or of a finished one."""
     path = folder / "best.pt"
     if not path.exists():
-        return export.read(folder)
-    best = torch.load(path, weights_only=True)
+        return read_draft(folder)
+    best = torch.load(path, map_location="cpu", weights_only=True)
     return best["mean"], best["outputs"]
 
 
-def _grow(kept: Store, step: int) -> None:
-    if step % 16 == 0:
-        kept.refresh()
+def _refresh(samples: Store, step: int) -> None:
+    if step % _REFRESH_STEPS == 0:
+        samples.refresh()
 
 
 def _held_out(
-    folder: Path, form: StoreForm, model: Llama, chat: Chat, prompts: Prompts, recipe: DraftRecipe
-) -> list[Answer]:
-    """Returns answers to prompts that are not used for training."""
-    kept = Store(folder / "held-out", form)
-    with _alone(folder / "writing-held-out", wait=True):
-        kept.refresh()
-        if kept.following < recipe.held_out:
-            log.info("text: %d held-out prompts", recipe.held_out)
-            _answer(kept, model, chat, prompts, lambda number: number >= recipe.held_out)
-    return kept.answers
+    folder: Path, identity: StoreIdentity, model: Llama, tokenizer: ChatTokenizer, prompts: Prompts, count: int
+) -> list[Sample]:
+    """Returns the target's answers to the first `count` held-out prompts."""
+    store = Store(folder / "held-out", identity)
+    with file_lock(folder / "writing-held-out", wait=True):
+        store.refresh()
+        if store.next_number < count:
+            log.info("text: %d held-out prompts", count)
+            _answer(store, model, tokenizer, prompts, lambda number: number >= count)
+    return store.samples
 
 
-class _Spent:
-    """The seconds of writing text, over all runs."""
+class _TextTimer:
+    """Counts the seconds in which text was generated, over all runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._before = float(json.loads(path.read_text())) if path.exists() else 0.0
         self._started = time.monotonic()
         self.seconds = self._before
 
     def update(self) -> float:
         self.seconds = self._before + time.monotonic() - self._started
-        with replacing(self._path) as temporary:
-            temporary.write_text(json.dumps(self.seconds))
+        replace_file(self._path, json.dumps(self.seconds))
         return self.seconds
 
 
-def _write(kept: Store, model: Llama, chat: Chat, prompts: Prompts, recipe: DraftRecipe, spent: _Spent) -> None:
-    most = None if recipe.minutes is None else 60 * _WRITING * recipe.minutes
+def _generate_text(
+    store: Store, model: Llama, tokenizer: ChatTokenizer, prompts: Prompts, recipe: DraftRecipe, timer: _TextTimer
+) -> None:
+    limit_s = None if recipe.minutes is None else 60 * _TEXT_SHARE * recipe.minutes
 
-    def enough(_: int) -> bool:
-        return kept.token_count >= recipe.text_tokens or (most is not None and spent.update() >= most)
+    def is_enough(_: int) -> bool:
+        return store.token_count >= recipe.text_tokens or (limit_s is not None and timer.update() >= limit_s)
 
-    if not enough(0):
-        _answer(kept, model, chat, prompts, enough)
+    if not is_enough(0):
+        _answer(store, model, tokenizer, prompts, is_enough)
 
 
-def _answer(kept: Store, model: Llama, chat: Chat, prompts: Prompts, enough: text.Enough) -> None:
+def _answer(
+    store: Store, model: Llama, tokenizer: ChatTokenizer, prompts: Prompts, is_enough: Callable[[int], bool]
+) -> None:
     slots = _SLOTS[model.embed_tokens.weight.device.type]
-    text.write(kept, model, chat, prompts, slots=slots, shard=slots // 2, enough=enough)
-
-
-@contextmanager
-def _alone(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Locks `path`, and yields whether that succeeded; with `wait` it always does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+    text.generate(store, model, tokenizer, prompts, slots=slots, shard=slots // 2, is_enough=is_enough)

@@ -1,8 +1,9 @@
-"""Generates prompts like those that people send to a chat model, from text of the installed packages.
+"""Makes prompts like those that people send to a chat model, from templates and text of the installed packages.
 
-There are six kinds of chat, and plain text that the target only reads. Of half of the training prompts only the first
-words are given: the target completes them, as the users of its own training would. A prompt depends only on the text,
-the seed and its number. Held-out subjects, pieces of text and calculations do not occur in training prompts.
+There are six kinds of prompts, and plain text that the target only reads. Half of the training prompts are open: they
+consist of a message's first words, and the target completes the message like the users in its own training data. A
+prompt depends only on the snippets, the seed and its number. Held-out subjects, snippets and calculations do not occur
+in training prompts.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from models.training.corpus import Source
 
 KINDS = ("chat", "code", "mathematics", "summary", "extraction", "editing")
 PLAIN = "plain"  # read, not answered
-_HELD_OUT = 16  # one subject or piece in 16 is held out
+_HELD_OUT_PERIOD = 16  # one subject or snippet in 16 is held out
 _PLAIN_PERIOD = 17  # one prompt in 17 is plain text
 _PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|0BSD|Zlib|Unlicense)\b", re.IGNORECASE)
 _COPYLEFT = re.compile(r"\b(GPL|LGPL|AGPL|MPL|Mozilla|CC-BY)\w*", re.IGNORECASE)
 
-_SUBJECTS = """photosynthesis;gravity;the water cycle;volcanoes;black holes;the human heart;vaccines;evolution;DNA;
+
+def _entries(text: str) -> tuple[str, ...]:
+    return tuple(entry.strip() for entry in text.split(";") if entry.strip())
+
+
+_SUBJECTS = _entries("""
+photosynthesis;gravity;the water cycle;volcanoes;black holes;the human heart;vaccines;evolution;DNA;
 electricity;magnetism;sound waves;the solar system;plate tectonics;climate change;renewable energy;nuclear power;
 batteries;the internet;search engines;computer memory;operating systems;programming languages;databases;encryption;
 machine learning;neural networks;recursion;version control;unit testing;compilers;cloud computing;
@@ -46,8 +53,9 @@ laughter;colours;clocks;calendars;maps;compasses;telescopes;microscopes;lighthou
 newspapers;writing letters;proverbs;myths;dragons;fairy tales;holidays;birthdays;weddings;gifts;moving to a new city;
 renting a flat;working from home;remote meetings;starting a business;volunteering;saving money;travel on a budget;
 learning to drive;first aid;fire safety;houseplants;interior design;knitting;woodworking;cheese;chocolate;spices;soup;
-salads;breakfast"""
-_CHAT = """What is {s}?;Explain {s} to a ten-year-old.;Explain {s} in simple terms.;Tell me about {s}.;
+salads;breakfast""")
+_CHAT = _entries("""
+What is {s}?;Explain {s} to a ten-year-old.;Explain {s} in simple terms.;Tell me about {s}.;
 Give me five facts about {s}.;Why is {s} important?;What are the benefits of {s}?;Write a short story about {s}.;
 Write a poem about {s}.;What are common misconceptions about {s}?;How did {s} change the world?;
 Give me three tips about {s}.;I want to learn about {s}. Where should I start?;What should a beginner know about {s}?;
@@ -59,8 +67,9 @@ I have to give a talk about {s}. Make an outline.;What are the pros and cons of 
 Can you recommend a way to learn more about {s}?;Imagine you are an expert on {s}. What would you say first?;
 What is the history of {s}?;How would you explain {s} to my grandmother?;Plan a week for someone interested in {s}.;
 Write a product description for a book about {s}.;hi, can you help me with {s}?;
-Who are important people in the history of {s}?;What is one surprising thing about {s}, and why?"""
-_TASKS = """reverses a string;checks if a number is prime;computes the n-th Fibonacci number;
+Who are important people in the history of {s}?;What is one surprising thing about {s}, and why?""")
+_TASKS = _entries("""
+reverses a string;checks if a number is prime;computes the n-th Fibonacci number;
 counts the words in a text;finds the largest number in a list;sorts a list of dictionaries by a key;
 removes duplicates from a list and keeps the order;merges two sorted lists;checks if a word is a palindrome;
 computes the factorial of a number;flattens a nested list;reads a CSV file and prints the sum of a column;
@@ -81,31 +90,36 @@ implements bubble sort;implements quicksort;implements merge sort;simulates a ba
 models a rectangle with its area;prints the first n prime numbers;zips two lists to a dictionary;inverts a dictionary;
 finds the most frequent element;formats seconds as hours and minutes;encodes a text with Caesar's cipher;
 plays rock, paper, scissors;guesses a number between 1 and 100;keeps a to-do list;computes the distance of two points;
-multiplies two matrices;walks a tree in breadth;finds the shortest path in a graph;detects a cycle in a linked list"""
-_CODE = """Write a Python function that {t}.;Write a Python program that {t}.;
+multiplies two matrices;walks a tree in breadth;finds the shortest path in a graph;detects a cycle in a linked list""")
+_CODE = _entries("""
+Write a Python function that {t}.;Write a Python program that {t}.;
 Write a function in Python that {t}, with type hints and a docstring.;How can I write code that {t} in Python?;
 Write a JavaScript function that {t}.;Write a Python class or function that {t}, and show how it is used.;
 Write a test for a Python function that {t}.;Give me a short Python script that {t} and explain it.;
-Write a C function that {t}.;Write code that {t}."""
-_ON_CODE = """Explain what this code does:;Write a docstring for this function:;
+Write a C function that {t}.;Write code that {t}.""")
+_CODE_QUESTIONS = _entries("""
+Explain what this code does:;Write a docstring for this function:;
 Write a unit test for this function:;What does this function return?;Are there bugs in this code?;
-How could this code be made faster?;Translate this Python code to JavaScript:;Review this code:"""
-_EDITS_OF_CODE = """Add type hints to this function. Return the whole function.;
+How could this code be made faster?;Translate this Python code to JavaScript:;Review this code:""")
+_CODE_EDITS = _entries("""
+Add type hints to this function. Return the whole function.;
 Rename the variable `{v}` to `{w}` in this code. Return the whole code.;
 Add comments to this code. Return the whole code.;Add a docstring to this function and return all of it.;
 Rewrite this code with better names.;Fix the indentation of this code and return it whole.;
 Add error handling to this code. Return the whole code.;
 Add a print statement at the start of this function. Return the whole function.;
-Repeat this code, but without comments."""
-_EDITS_OF_TEXT = """Correct the spelling of this text:;Rewrite this text in the past tense:;
+Repeat this code, but without comments.""")
+_TEXT_EDITS = _entries("""
+Correct the spelling of this text:;Rewrite this text in the past tense:;
 Replace "{v}" by "{w}" in this text and return it whole:;Make this text more formal:;Correct the grammar:;
 Rewrite this text in simpler words:;Turn this text into a list:;Fix the typos in this paragraph and return it:;
 Make this text shorter, but keep its words where you can:;Repeat this text in capital letters:;
-Rewrite this paragraph in the first person:;Translate this text into plain English:"""
-_SUMMARIES = """Summarise this text in two sentences:;Summarize the following text:;
+Rewrite this paragraph in the first person:;Translate this text into plain English:""")
+_SUMMARIES = _entries("""
+Summarise this text in two sentences:;Summarize the following text:;
 What is the main point of this text?;Give me the key points of this text as a list:;Write a headline for this text:;
-Summarise this for a beginner:;TL;DR;Write an abstract of the following:;
-In one paragraph, what does the following say?"""
+Summarise this for a beginner:;In short, what is this?;Write an abstract of the following:;
+In one paragraph, what does the following say?""")
 _OPENINGS = {
     "chat": """;;;;What;How;Why;Can you;I;My;Write a;Give me;Explain;Tell me;Is it;Name;Which;Suggest;Describe;Compare;
 Help me;Who;I have;I want to;Should I;Plan;Make a list of;Write an email;Write a short story about;Hi;What is the;
@@ -169,131 +183,35 @@ Divide this text into paragraphs and leave the words as they are.;Rewrite this l
 Add a suitable closing sentence to the following text and return it whole.;
 Improve the style of this text without changing its meaning.;Turn the sentences of this text into a bulleted list.""",
 }
-_TEXTS = """Dear;Hi;The;Last week;On Monday;When;A new;My name is;In 2019;Every;We;It was;By;I;After;This;Hello;There;
+_TEXT_OPENINGS = _entries("""
+Dear;Hi;The;
+Last week;On Monday;When;A new;My name is;In 2019;Every;We;It was;By;I;After;This;Hello;There;
 Dear Mr;Dear Ms;I am writing;Each day;Last winter;The village;The company;Researchers;Order number;
 The meeting;At the;In the;For many years;She;He;They;Our;My;Thank you;To whom it may concern;Yesterday;On Friday;
 In March;During;Although;Because;One day;The old;Many people;According to;The city council;A study;The museum;
 Please;Good morning;Once;Two;Three;Most;Scientists;The river;The school;The first;Before;While;If;As;Water;Birds;
-Buses;The new library;Invoice;Ingredients;We are looking for;Name;Flight;Patient;Subject"""
-_NAMES = [
-    "Anna",
-    "Ben",
-    "Carla",
-    "David",
-    "Elena",
-    "Farid",
-    "Grace",
-    "Hugo",
-    "Ines",
-    "Jack",
-    "Kofi",
-    "Lena",
-    "Maria",
-    "Nadia",
-    "Omar",
-    "Paula",
-    "Quinn",
-    "Rosa",
-    "Sam",
-    "Tara",
-    "Uma",
-    "Victor",
-    "Wei",
-    "Yara",
-    "Zoe",
-]
-_SURNAMES = [
-    "Smith",
-    "Garcia",
-    "Okafor",
-    "Tanaka",
-    "Müller",
-    "Rossi",
-    "Novak",
-    "Silva",
-    "Kumar",
-    "Chen",
-    "Larsen",
-    "Dubois",
-    "Kowalski",
-    "Haddad",
-    "Mbeki",
-    "Brown",
-    "Ivanova",
-    "Costa",
-    "Nguyen",
-    "Fischer",
-]
-_CITIES = [
-    "Lisbon",
-    "Oslo",
-    "Nairobi",
-    "Kyoto",
-    "Toronto",
-    "Berlin",
-    "Lima",
-    "Prague",
-    "Hanoi",
-    "Dublin",
-    "Cairo",
-    "Chicago",
-    "Turin",
-    "Seattle",
-    "Quito",
-    "Warsaw",
-]
-_THINGS = [
-    "apples",
-    "pencils",
-    "books",
-    "marbles",
-    "stamps",
-    "cookies",
-    "tickets",
-    "bottles",
-    "chairs",
-    "flowers",
-    "coins",
-    "eggs",
-    "oranges",
-    "balloons",
-    "shirts",
-    "cards",
-]
-_SHOPS = [
-    "lamp",
-    "desk",
-    "kettle",
-    "backpack",
-    "jacket",
-    "keyboard",
-    "bicycle",
-    "tent",
-    "blender",
-    "headphones",
-    "notebook",
-    "teapot",
-]
-_MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-]
+Buses;The new library;Invoice;Ingredients;We are looking for;Name;Flight;Patient;Subject""")
+_NAMES = _entries("""
+Anna;Ben;Carla;David;Elena;Farid;Grace;Hugo;Ines;Jack;Kofi;Lena;Maria;Nadia;Omar;Paula;Quinn;Rosa;
+Sam;Tara;Uma;Victor;Wei;Yara;Zoe""")
+_SURNAMES = _entries("""
+Smith;Garcia;Okafor;Tanaka;Müller;Rossi;Novak;Silva;Kumar;Chen;Larsen;Dubois;Kowalski;Haddad;Mbeki;
+Brown;Ivanova;Costa;Nguyen;Fischer""")
+_CITIES = _entries("""
+Lisbon;Oslo;Nairobi;Kyoto;Toronto;Berlin;Lima;Prague;Hanoi;Dublin;Cairo;Chicago;Turin;Seattle;Quito;
+Warsaw""")
+_THINGS = _entries("""
+apples;pencils;books;marbles;stamps;cookies;tickets;bottles;chairs;flowers;coins;eggs;oranges;balloons;
+shirts;cards""")
+_PRODUCTS = _entries("""
+lamp;desk;kettle;backpack;jacket;keyboard;bicycle;tent;blender;headphones;notebook;teapot""")
+_MONTHS = _entries("""
+January;February;March;April;May;June;July;August;September;October;November;December""")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt; `text` is the user's message, or the beginning of one that the target completes (`is_open`), or plain
-    text to read."""
+    """A prompt. `text`: the user's message, its beginning if the target completes it (`is_open`), or plain text."""
 
     number: int
     kind: str
@@ -302,17 +220,18 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """The material of prompts: paragraphs of prose and functions of code."""
+class Snippets:
+    """The material of prompts: paragraphs of prose, and Python functions."""
 
     paragraphs: tuple[str, ...]
     functions: tuple[str, ...]
 
-    def split(self, held_out: bool) -> Pieces:
-        """Returns the held-out pieces, or all others."""
-        return Pieces(
-            *(tuple(p for p in of if _is_held_out(p) == held_out) for of in (self.paragraphs, self.functions))
-        )
+    def split(self, held_out: bool) -> Snippets:
+        """Returns the held-out snippets, or all others."""
+        return Snippets(*(
+            tuple(text for text in texts if _is_held_out(text) == held_out)
+            for texts in (self.paragraphs, self.functions)
+        ))  # fmt: skip
 
     def digest(self) -> str:
         return hashlib.sha256("\0".join((*self.paragraphs, *self.functions)).encode()).hexdigest()
@@ -321,49 +240,51 @@ class Pieces:
 class Prompts:
     """Training prompts, or held-out ones, by number."""
 
-    def __init__(self, pieces: Pieces, *, seed: int, held_out: bool = False) -> None:
-        self._pieces, self._seed, self._held_out = pieces.split(held_out), seed, held_out
+    def __init__(self, snippets: Snippets, *, seed: int, held_out: bool = False) -> None:
+        self._snippets, self._seed, self._held_out = snippets.split(held_out), seed, held_out
         self._subjects, self._tasks = (
-            tuple(entry for entry in _entries(text) if _is_held_out(entry) == held_out) for text in (_SUBJECTS, _TASKS)
+            tuple(entry for entry in entries if _is_held_out(entry) == held_out) for entries in (_SUBJECTS, _TASKS)
         )
+        makers = (self._chat, self._code, self._mathematics, self._summary, self._extraction, self._editing)
+        self._makers: dict[str, Callable[[np.random.Generator], str]] = dict(zip(KINDS, makers, strict=True))
 
     def get(self, number: int) -> Prompt:
         """Returns a prompt. The kinds alternate; one training prompt in 17 is plain text, and every other one is
         open."""
-        draws = np.random.default_rng((self._seed, number, int(self._held_out)))
+        rng = np.random.default_rng((self._seed, number, int(self._held_out)))
         if not self._held_out and number % _PLAIN_PERIOD == _PLAIN_PERIOD - 1:
-            return Prompt(number, PLAIN, self._plain(draws))
+            return Prompt(number, PLAIN, self._plain(rng))
         kind = KINDS[number % len(KINDS)]
         if not self._held_out and number // len(KINDS) % 2:
-            return Prompt(number, kind, self._opening(kind, draws), is_open=True)
-        made: Callable[[np.random.Generator], str] = getattr(self, f"_{kind}")
-        text = made(draws)
+            return Prompt(number, kind, self._opening(kind, rng), is_open=True)
+        make = self._makers[kind]
+        text = make(rng)
         while kind in ("mathematics", "extraction") and _is_held_out(text) != self._held_out:  # made of numbers
-            text = made(draws)
+            text = make(rng)
         return Prompt(number, kind, text)
 
-    def _opening(self, kind: str, draws: np.random.Generator) -> str:
-        words = _pick(draws, tuple(entry.strip() for entry in _OPENINGS[kind].split(";")))
+    def _opening(self, kind: str, rng: np.random.Generator) -> str:
+        words = _pick(rng, tuple(entry.strip() for entry in _OPENINGS[kind].split(";")))
         if kind in ("summary", "extraction", "editing"):
-            return f"{words}\n\n{_pick(draws, _entries(_TEXTS))}"
+            return f"{words}\n\n{_pick(rng, _TEXT_OPENINGS)}"
         return f"{words}\n\n" if words.endswith(":") else words
 
-    def _chat(self, draws: np.random.Generator) -> str:
-        subject, other = _pick(draws, self._subjects), _pick(draws, self._subjects)
-        return _pick(draws, _entries(_CHAT)).format(s=subject, t=other)
+    def _chat(self, rng: np.random.Generator) -> str:
+        subject, other = _pick(rng, self._subjects), _pick(rng, self._subjects)
+        return _pick(rng, _CHAT).format(s=subject, t=other)
 
-    def _code(self, draws: np.random.Generator) -> str:
-        if draws.random() < 0.4:
-            return f"{_pick(draws, _entries(_ON_CODE))}\n\n```python\n{_pick(draws, self._pieces.functions)}\n```"
-        return _pick(draws, _entries(_CODE)).format(t=_pick(draws, self._tasks))
+    def _code(self, rng: np.random.Generator) -> str:
+        if rng.random() < 0.4:
+            return f"{_pick(rng, _CODE_QUESTIONS)}\n\n```python\n{_pick(rng, self._snippets.functions)}\n```"
+        return _pick(rng, _CODE).format(t=_pick(rng, self._tasks))
 
-    def _mathematics(self, draws: np.random.Generator) -> str:
-        a, b, c, d = (int(draws.integers(*span)) for span in ((2, 60), (2, 40), (2, 12), (100, 2000)))
-        name, other, thing, shop = (_pick(draws, of) for of in (_NAMES, _NAMES, _THINGS, _SHOPS))
+    def _mathematics(self, rng: np.random.Generator) -> str:
+        a, b, c, d = (int(rng.integers(*span)) for span in ((2, 60), (2, 40), (2, 12), (100, 2000)))
+        name, other, thing, product = (_pick(rng, of) for of in (_NAMES, _NAMES, _THINGS, _PRODUCTS))
         forms = (
             f"{name} has {a + b} {thing} and gives {b} of them to {other}. How many {thing} does {name} have left?",
             f"{name} buys {c} packs of {thing}. Each pack holds {a}. How many {thing} are there in all?",
-            f"A {shop} costs {d} dollars and is {5 * c}% off. What does it cost now? Think step by step.",
+            f"A {product} costs {d} dollars and is {5 * c}% off. What does it cost now? Think step by step.",
             f"What is {a} * {b}?", f"What is {d} + {a * b}?", f"Compute {d} - {a} * {c}, step by step.",
             f"Solve for x: {c}x + {a} = {c * b + a}.", f"Solve x^2 - {c + b}x + {c * b} = 0.",
             f"A train travels {d} km in {c} hours. What is its average speed?",
@@ -374,91 +295,90 @@ class Prompts:
             f"What is {c * 5}% of {d}?", f"The numbers are {a}, {b}, {c}, {a + c} and {b + c}. What are their mean and median?",  # noqa: E501
             f"{name} is {c} years older than {other}, who is {a}. How old will {name} be in {b} years?",
             f"A bag holds {a} red and {b} blue balls. What is the probability of drawing a red one?",
-            f"{name} saves {a} dollars a week. How many weeks does it take to save {d} dollars for a {shop}?",
+            f"{name} saves {a} dollars a week. How many weeks does it take to save {d} dollars for a {product}?",
             f"Convert {d} minutes to hours and minutes.", f"Prove that the sum of two even numbers is even, then check it with {2 * a} and {2 * b}.",  # noqa: E501
             f"If {c} workers need {b} days, how long do {c + 2} workers need? Show your work.",
         )  # fmt: skip
-        return _pick(draws, forms)
+        return _pick(rng, forms)
 
-    def _summary(self, draws: np.random.Generator) -> str:
-        return f"{_pick(draws, _entries(_SUMMARIES))}\n\n{self._prose(draws, 350, 1200)}"
+    def _summary(self, rng: np.random.Generator) -> str:
+        return f"{_pick(rng, _SUMMARIES)}\n\n{self._prose(rng, 350, 1200)}"
 
-    def _extraction(self, draws: np.random.Generator) -> str:
-        fields, text = self._record(draws) if draws.random() < 0.7 else self._records(draws)
-        asked = (
+    def _extraction(self, rng: np.random.Generator) -> str:
+        fields, text = self._record(rng) if rng.random() < 0.7 else self._records(rng)
+        instructions = (
             f"Extract {fields} from the text as JSON.", f"Return a JSON object with the keys {fields}.",
             f"Read the text and answer with JSON only. Keys: {fields}.", f"Convert the text to JSON with {fields}.",
         )  # fmt: skip
-        return f"{_pick(draws, asked)}\n\n{text}"
+        return f"{_pick(rng, instructions)}\n\n{text}"
 
-    def _record(self, draws: np.random.Generator) -> tuple[str, str]:
-        name, surname, city, shop = (_pick(draws, of) for of in (_NAMES, _SURNAMES, _CITIES, _SHOPS))
+    def _record(self, rng: np.random.Generator) -> tuple[str, str]:
+        name, surname, city, product = (_pick(rng, of) for of in (_NAMES, _SURNAMES, _CITIES, _PRODUCTS))
         month, day, year, price, count = (
-            _pick(draws, _MONTHS), *(int(draws.integers(*s)) for s in ((1, 29), (1960, 2026), (5, 900), (1, 9))),
+            _pick(rng, _MONTHS), *(int(rng.integers(*s)) for s in ((1, 29), (1960, 2026), (5, 900), (1, 9))),
         )  # fmt: skip
         low = f"{name}.{surname}".lower()
         forms = (
             ("name, city, email", f"My name is {name} {surname}, I live in {city}, and you can reach me at {low}@example.com."),  # noqa: E501
-            ("customer, item, quantity, price", f"{name} {surname} ordered {count} {shop}s at {price} dollars each, to be sent to {city}."),  # noqa: E501
-            ("event, date, place", f"The {city} {_pick(draws, self._subjects)} meeting takes place on {month} {day}, {year} in the town hall. {name} {surname} will open it."),  # noqa: E501
-            ("name, born, profession, city", f"{name} {surname}, born on {day} {month} {year}, is an engineer from {city} who likes {_pick(draws, self._subjects)}."),  # noqa: E501
-            ("from, to, date, passengers, total", f"Please book a flight from {city} to {_pick(draws, _CITIES)} on {month} {day} for {count} passengers. The total is {price * count} euros."),  # noqa: E501
-            ("product, rating, pros, cons", f"I bought this {shop} in {month}. It is sturdy and looks good, but at {price} dollars it is not cheap. {count % 5 + 1} out of 5 stars. {name}, {city}"),  # noqa: E501
-            ("invoice, date, amount, company", f"Invoice no. {year}-{price}. {surname} & {_pick(draws, _SURNAMES)} Ltd., {city}. Date: {year}-{count:02}-{day:02}. Amount due: {price}.{day:02} EUR."),  # noqa: E501
+            ("customer, item, quantity, price", f"{name} {surname} ordered {count} {product}s at {price} dollars each, to be sent to {city}."),  # noqa: E501
+            ("event, date, place", f"The {city} {_pick(rng, self._subjects)} meeting takes place on {month} {day}, {year} in the town hall. {name} {surname} will open it."),  # noqa: E501
+            ("name, born, profession, city", f"{name} {surname}, born on {day} {month} {year}, is an engineer from {city} who likes {_pick(rng, self._subjects)}."),  # noqa: E501
+            ("from, to, date, passengers, total", f"Please book a flight from {city} to {_pick(rng, _CITIES)} on {month} {day} for {count} passengers. The total is {price * count} euros."),  # noqa: E501
+            ("product, rating, pros, cons", f"I bought this {product} in {month}. It is sturdy and looks good, but at {price} dollars it is not cheap. {count % 5 + 1} out of 5 stars. {name}, {city}"),  # noqa: E501
+            ("invoice, date, amount, company", f"Invoice no. {year}-{price}. {surname} & {_pick(rng, _SURNAMES)} Ltd., {city}. Date: {year}-{count:02}-{day:02}. Amount due: {price}.{day:02} EUR."),  # noqa: E501
         )  # fmt: skip
-        return forms[int(draws.integers(len(forms)))]
+        return forms[int(rng.integers(len(forms)))]
 
-    def _records(self, draws: np.random.Generator) -> tuple[str, str]:
-        if draws.random() < 0.5:
-            return "title, topics, summary", self._prose(draws, 250, 900)
+    def _records(self, rng: np.random.Generator) -> tuple[str, str]:
+        if rng.random() < 0.5:
+            return "title, topics, summary", self._prose(rng, 250, 900)
         lines = [
-            f"{_pick(draws, _NAMES)} {_pick(draws, _SURNAMES)}, {_pick(draws, _CITIES)}, {int(draws.integers(18, 80))}"
-            for _ in range(int(draws.integers(3, 8)))
+            f"{_pick(rng, _NAMES)} {_pick(rng, _SURNAMES)}, {_pick(rng, _CITIES)}, {int(rng.integers(18, 80))}"
+            for _ in range(int(rng.integers(3, 8)))
         ]
         return "a list of people with name, city and age", "\n".join(lines)
 
-    def _editing(self, draws: np.random.Generator) -> str:
-        if draws.random() < 0.5:
-            code = _pick(draws, self._pieces.functions)
-            old = _pick(draws, sorted(set(re.findall(r"\b[a-z_]{3,}\b", code))) or ["x"])
-            asked = _pick(draws, _entries(_EDITS_OF_CODE)).format(
-                v=old, w=_pick(draws, ("value", "item", "result", "node"))
-            )
-            return f"{asked}\n\n```python\n{code}\n```"
-        text = self._prose(draws, 150, 900)
-        old = _pick(draws, sorted(set(re.findall(r"\b[a-z]{4,}\b", text))) or ["the"])
-        asked = _pick(draws, _entries(_EDITS_OF_TEXT)).format(v=old, w=_pick(draws, _THINGS))
-        if re.search("spelling|typos|grammar|Correct", asked):
-            text = _misspelt(text, draws)
-        return f"{asked}\n\n{text}"
+    def _editing(self, rng: np.random.Generator) -> str:
+        if rng.random() < 0.5:
+            code = _pick(rng, self._snippets.functions)
+            old = _pick(rng, sorted(set(re.findall(r"\b[a-z_]{3,}\b", code))) or ["x"])
+            instruction = _pick(rng, _CODE_EDITS).format(v=old, w=_pick(rng, ("value", "item", "result", "node")))
+            return f"{instruction}\n\n```python\n{code}\n```"
+        text = self._prose(rng, 150, 900)
+        old = _pick(rng, sorted(set(re.findall(r"\b[a-z]{4,}\b", text))) or ["the"])
+        instruction = _pick(rng, _TEXT_EDITS).format(v=old, w=_pick(rng, _THINGS))
+        if re.search("spelling|typos|grammar|Correct", instruction):
+            text = _misspell(text, rng)
+        return f"{instruction}\n\n{text}"
 
-    def _plain(self, draws: np.random.Generator) -> str:
-        of = self._pieces.functions if draws.random() < 0.5 else self._pieces.paragraphs
-        return "\n\n\n".join(_pick(draws, of) for _ in range(6))
+    def _plain(self, rng: np.random.Generator) -> str:
+        texts = self._snippets.functions if rng.random() < 0.5 else self._snippets.paragraphs
+        return "\n\n\n".join(_pick(rng, texts) for _ in range(6))
 
-    def _prose(self, draws: np.random.Generator, shortest: int, longest: int) -> str:
-        wanted, text = int(draws.integers(shortest, longest)), ""
-        at = int(draws.integers(len(self._pieces.paragraphs)))
-        while len(text) < wanted:
-            text += ("\n\n" if text else "") + self._pieces.paragraphs[at % len(self._pieces.paragraphs)]
+    def _prose(self, rng: np.random.Generator, shortest: int, longest: int) -> str:
+        length, text = int(rng.integers(shortest, longest)), ""
+        at = int(rng.integers(len(self._snippets.paragraphs)))
+        while len(text) < length:
+            text += ("\n\n" if text else "") + self._snippets.paragraphs[at % len(self._snippets.paragraphs)]
             at += 1
         return text[: longest + 200]
 
 
-def gather(sources: Sequence[Source]) -> Pieces:
-    """Returns pieces of the sources' docstrings and functions and of permissively licensed packages' descriptions."""
+def gather_snippets(sources: Sequence[Source]) -> Snippets:
+    """Returns the sources' functions, and the paragraphs of their docstrings and of permissively licensed packages'
+    descriptions."""
     paragraphs: list[str] = []
     functions: list[str] = []
     for source in sources:
-        for docstring, function in _parsed(source.text):
+        for docstring, function in _definitions(source.text):
             paragraphs += _paragraphs(docstring)
             functions += [function] if 120 <= len(function) <= 1100 else []
     for description in _descriptions():
         paragraphs += _paragraphs(description)
-    return Pieces(tuple(dict.fromkeys(paragraphs)), tuple(dict.fromkeys(functions)))
+    return Snippets(tuple(dict.fromkeys(paragraphs)), tuple(dict.fromkeys(functions)))
 
 
-def _parsed(text: str) -> Iterator[tuple[str, str]]:
+def _definitions(text: str) -> Iterator[tuple[str, str]]:
     """Yields each definition's docstring, and the source if it is a function."""
     try:
         tree = ast.parse(text)
@@ -478,8 +398,8 @@ def _parsed(text: str) -> Iterator[tuple[str, str]]:
 
 def _descriptions() -> Iterator[str]:
     """Yields descriptions of installed packages with a permissive licence (MIT, BSD, Apache, ...) and no copyleft."""
-    for found in sorted(metadata.distributions(), key=lambda of: (of.metadata["Name"] or "").lower()):
-        head = found.metadata
+    for distribution in sorted(metadata.distributions(), key=lambda of: (of.metadata["Name"] or "").lower()):
+        head = distribution.metadata
         licence = " ".join(
             str(value)[:200] for key, value in head.items() if key in ("License", "License-Expression", "Classifier")
             and (key != "Classifier" or "License ::" in str(value))
@@ -500,25 +420,19 @@ def _paragraphs(text: str) -> Iterator[str]:
             yield flat
 
 
-def _misspelt(text: str, draws: np.random.Generator) -> str:
+def _misspell(text: str, rng: np.random.Generator) -> str:
     """Swaps two neighbouring letters in one word of eight."""
     words = text.split(" ")
     for number, word in enumerate(words):
-        if len(word) > 4 and draws.random() < 0.125:
-            at = int(draws.integers(1, len(word) - 2))
+        if len(word) > 4 and rng.random() < 0.125:
+            at = int(rng.integers(1, len(word) - 2))
             words[number] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
     return " ".join(words)
 
 
-def _entries(text: str) -> tuple[str, ...]:
-    return tuple(
-        entry.strip() for entry in text.replace("TL;DR", "In short, what is this?").split(";") if entry.strip()
-    )
-
-
-def _pick(draws: np.random.Generator, of: Sequence[str]) -> str:
-    return of[int(draws.integers(len(of)))]
+def _pick(rng: np.random.Generator, texts: Sequence[str]) -> str:
+    return texts[int(rng.integers(len(texts)))]
 
 
 def _is_held_out(text: str) -> bool:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % _HELD_OUT == 0
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % _HELD_OUT_PERIOD == 0

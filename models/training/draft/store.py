@@ -1,7 +1,7 @@
-"""Stores a draft's training data on disk: the target's answers, and its likeliest tokens at every position.
+"""The training data of drafts on disk: the target's answers, and its most likely tokens at every position.
 
-Each shard of answers is a file that is complete or absent, so that writing can stop, continue and grow during training.
-For every position the log-probabilities (at T = 1) of the 32 likeliest tokens are stored.
+Each shard of samples is a file that is complete or absent, so that generation can stop, continue and grow during
+training. For every position the log-probabilities (at T = 1) of the 32 most likely tokens are stored.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.training.storage import open_store, replacing
 from outrider.protocol.errors import InvalidRequest
 
+_METADATA_KEY = "answers"
+
 
 @dataclass(frozen=True, slots=True)
-class StoreForm:
-    """A store's identity: the target's fingerprint, the prompts' text and seed, and tokens stored per position."""
+class StoreIdentity:
+    """What a store is for. `target`, `text`: digests of target and snippets; `seed`: of the prompts;
+    `top`: likely tokens per position."""
 
     target: str
     text: str
@@ -31,93 +34,101 @@ class StoreForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer. `tokens` [L] int32, of which `given` are the prompt. `ids`, `log_probs` [N, top]: predictions of the
-    token after each of N positions: from the prompt's last on, or all if the text was only read."""
+class Sample:
+    """A prompt and the target's answer, or text that the target has only read. `tokens` [L] int32 begin with
+    `prompt_length` tokens of the prompt. `ids`, `log_probs` [N, top]: the target's predictions of the token after each
+    of N positions: from the last one of the prompt on, or all."""
 
     number: int
     kind: str
     temp: float
-    given: int
+    prompt_length: int
     tokens: Tensor
     ids: Tensor
     log_probs: Tensor
 
+    @property
+    def first(self) -> int:
+        """The first position with predictions."""
+        return len(self.tokens) - len(self.ids)
+
 
 class Store:
-    """The answers in `folder`. Raises InvalidRequest if the folder has another store's."""
+    """The samples in `folder`. Raises InvalidRequest if the folder has another store's."""
 
-    def __init__(self, folder: Path, form: StoreForm) -> None:
-        self.form = form
-        self._folder, self._seen = folder, set[str]()
-        self.answers: list[Answer] = []
-        self._sorted: list[Answer] = []
-        open_store(folder, asdict(form))
+    def __init__(self, folder: Path, identity: StoreIdentity) -> None:
+        self.identity = identity
+        self._folder, self._shards_read = folder, set[str]()
+        self.samples: list[Sample] = []
+        self._sorted: list[Sample] = []
+        open_store(folder, asdict(identity))
         self.refresh()
 
     @property
-    def following(self) -> int:
+    def next_number(self) -> int:
         """The number of the next prompt to answer."""
-        return 1 + max((answer.number for answer in self.answers), default=-1)
+        return 1 + max((sample.number for sample in self.samples), default=-1)
 
     @property
     def token_count(self) -> int:
         """The number of positions with stored predictions."""
-        return sum(len(answer.ids) for answer in self.answers)
+        return sum(len(sample.ids) for sample in self.samples)
 
     def refresh(self) -> None:
         """Reads new shards."""
         for path in sorted(self._folder.glob("shard-*.safetensors")):
-            if path.name not in self._seen:
-                self.answers += read_shard(path)
-                self._seen.add(path.name)
+            if path.name not in self._shards_read:
+                self.samples += read_shard(path)
+                self._shards_read.add(path.name)
 
-    def add(self, answers: Sequence[Answer]) -> None:
-        """Writes these answers as a new shard. Only one process may add at a time."""
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Writes these samples as a new shard. Only one process may add at a time."""
         self.refresh()
-        name = f"shard-{len(self._seen):08}.safetensors"
-        joined = {
-            key: torch.cat([getattr(answer, key) for answer in answers]) for key in ("tokens", "ids", "log_probs")
+        name = f"shard-{len(self._shards_read):08}.safetensors"
+        tensors = {
+            key: torch.cat([getattr(sample, key) for sample in samples]) for key in ("tokens", "ids", "log_probs")
         }
-        about = [(a.number, a.kind, a.temp, a.given, len(a.tokens), len(a.ids)) for a in answers]
+        metadata = [(s.number, s.kind, s.temp, s.prompt_length, len(s.tokens), len(s.ids)) for s in samples]
         with replacing(self._folder / name) as temporary:
-            save_file(joined, temporary, metadata={"answers": json.dumps(about)})
+            save_file(tensors, temporary, metadata={_METADATA_KEY: json.dumps(metadata)})
         self.refresh()
 
-    def by_length(self) -> list[Answer]:
-        """Returns all answers, shortest first."""
-        if len(self._sorted) != len(self.answers):
-            self._sorted = sorted(self.answers, key=lambda answer: len(answer.tokens))
+    def by_length(self) -> list[Sample]:
+        """Returns all samples, shortest first."""
+        if len(self._sorted) != len(self.samples):
+            self._sorted = sorted(self.samples, key=lambda sample: len(sample.tokens))
         return self._sorted
 
-    def likely(self, count: int, text: Tensor, known: Tensor | None = None) -> Tensor:
-        """Returns ids [count], ascending, of the tokens that the target is likeliest to generate: by their probability
-        in its answers, their counts in the prompts' `text` [V], and their ids, because a tokenizer learns frequent
-        tokens first. With few answers the latter two cover tokens that have not occurred yet. `known`: ids that are
-        included in any case."""
-        said = torch.zeros(len(text), dtype=torch.float64)
-        for answer in self.answers:
-            said.index_add_(0, answer.ids.flatten().long(), answer.log_probs.double().exp().flatten())
-        learnt = 1 / (torch.arange(len(text), dtype=torch.float64) + 200)
-        shares = said / said.sum() + 0.2 * text / text.sum().clamp(min=1) + 0.1 * learnt / learnt.sum()
-        if known is not None:
-            shares[known] = torch.inf
-        return shares.topk(max(count, 0 if known is None else len(known))).indices.sort().values
+    def likely_tokens(self, count: int, frequencies: Tensor, included: Tensor | None = None) -> Tensor:
+        """Returns ids [count], ascending, of the tokens that the target is most likely to generate.
+
+        They are ranked by their probability in the samples, their `frequencies` [V] in the prompts' snippets, and their
+        ids, because a tokenizer learns frequent tokens first. With few samples the latter two cover tokens that have
+        not occurred yet. `included`: ids that are returned in any case.
+        """
+        mass = torch.zeros(len(frequencies), dtype=torch.float64)
+        for sample in self.samples:
+            mass.index_add_(0, sample.ids.flatten().long(), sample.log_probs.double().exp().flatten())
+        by_id = 1 / (torch.arange(len(frequencies), dtype=torch.float64) + 200)
+        scores = mass / mass.sum() + 0.2 * frequencies / frequencies.sum().clamp(min=1) + 0.1 * by_id / by_id.sum()
+        if included is not None:
+            scores[included] = torch.inf
+        return scores.topk(max(count, 0 if included is None else len(included))).indices.sort().values
 
 
-def read_shard(path: Path) -> list[Answer]:
-    """Returns the answers of a shard. Raises InvalidRequest if it is damaged."""
-    from safetensors import safe_open
-
+def read_shard(path: Path) -> list[Sample]:
+    """Returns the samples of a shard. Raises InvalidRequest if it is damaged."""
     try:
         tensors = load_file(path)
         with safe_open(path, "pt") as file:
-            about = json.loads(file.metadata()["answers"])
-        found, at, row = [], 0, 0
-        for number, kind, temp, given, length, count in about:
+            metadata = json.loads(file.metadata()[_METADATA_KEY])
+        samples, at, row = [], 0, 0
+        for number, kind, temp, prompt_length, length, count in metadata:
             tokens, rows = tensors["tokens"][at : at + length], slice(row, row + count)
-            found.append(Answer(number, kind, temp, given, tokens, tensors["ids"][rows], tensors["log_probs"][rows]))
+            samples.append(
+                Sample(number, kind, temp, prompt_length, tokens, tensors["ids"][rows], tensors["log_probs"][rows])
+            )
             at, row = at + length, row + count
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"{path} is damaged ({error}); remove it, and its text is written again") from error
-    return found
+        raise InvalidRequest(f"{path} is damaged ({error}); remove it, and its text is generated again") from error
+    return samples

@@ -1,13 +1,12 @@
-"""Distils a draft from a store of answers, for some minutes or until it is stopped; the next run continues.
+"""Distils a draft from a store of samples, for some minutes or until it is stopped; the next run continues.
 
-The learning rate stays at its peak, and a running mean of the weights replaces its decay, so that the run may end and
-its text grow at any time; with a number of minutes the rate falls towards their end. The mean that agrees best with
-the target on held-out answers is kept.
+The learning rate is constant, and a moving average of the weights (EMA) replaces its decay, so that the run may end and
+its text grow at any time. With a number of minutes the rate also decays towards their end. The average that agrees best
+with the target on held-out samples is kept.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import defaultdict
@@ -21,30 +20,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models.training.draft.learner import Batch, Draft, marks
-from models.training.draft.store import Answer, Store
-from models.training.loop import matrix_dtype
-from models.training.storage import replacing
+from models.training.draft.model import Batch, DraftModel, compare_with_target
+from models.training.draft.store import Sample, Store
+from models.training.loop import adamw, autocast, matrix_dtype
+from models.training.storage import replacing, write_json
 
 log = logging.getLogger(__name__)
 
-_BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.01
-_CLIP = 1.0
+_MAX_GRAD_NORM = 1.0
 _WARMUP_STEPS = 20
-_SHARPNESS = (1.0, 1.1, 1.2, 1.3)  # factors of the finished draft's logits that are tried
-_FALL = 0.3  # last share of the minutes, in which the rate falls to 0; in its second half weights are rounded to 4 bits
-_MEAN_STEPS = 150  # window of the running mean
-_LONGEST = 4  # most time between two evaluations, in `judge_s`
-_JUDGING = 8  # least time between two evaluations, in durations of one
-_TOP = 12  # tokens in the loss for agreement
+_DECAY_SHARE = 0.3  # last share of the minutes, in which the rate decays to 0; weights are rounded in its second half
+_EMA_STEPS = 150  # window of the moving average
+_EVALUATION_SPACING = 8  # least time between two evaluations, in durations of one
+_MAX_EVALUATION_PERIOD = 4  # in `judge_s`
+_COUPLED_TOP = 12  # tokens per position in the loss for coupled agreement
+_LOGIT_SCALES = (1.0, 1.1, 1.2, 1.3)  # factors of the finished draft's logits that are tried
+_EVALUATION_BATCH = 8  # samples
+_MAX_CHAIN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerForm:
-    """Settings of a training. `batch_tokens` per step, in answers cut to `length`; `coupled`: the weight of agreement
-    at `temp` relative to the KL divergence; `save_s`, `judge_s`: seconds between checkpoints and between
-    evaluations."""
+class TrainerConfig:
+    """Settings of the training. `batch_tokens`: per step, of samples cut to `length`; `coupled`: the weight in the loss
+    of coupled agreement at `temp`, relative to the cross entropy; `save_s`, `judge_s`: seconds between two checkpoints
+    and between two evaluations."""
 
     rate: float = 5e-4
     batch_tokens: int = 2048
@@ -58,8 +58,8 @@ class TrainerForm:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Held-out agreement by kind of prompt: `greedy` of answers at T = 0, `coupled` (same noise) of answers at 0.8;
-    `accepted`: the mean accepted tokens of greedy chains of 1, 2, ... 8 tokens."""
+    """Held-out agreement by kind of prompt, and for `all`: `greedy` on samples at T = 0, `coupled` (same noise) on
+    samples at T = 0.8. `accepted`: the mean accepted tokens of greedy chains of 1, 2, ... 8 tokens."""
 
     greedy: dict[str, float]
     coupled: dict[str, float]
@@ -72,8 +72,9 @@ class Score:
 
 
 @dataclass(slots=True)
-class Progress:
-    """The progress of a run. `curve`: (tokens seen, seconds, greedy, coupled) at each evaluation."""
+class TrainerState:
+    """The progress of a run. `tokens`: positions in the loss so far; `judged`: the `seconds` of the last evaluation;
+    `best`: the best mean score; `curve`: (tokens, seconds, greedy, coupled) at each evaluation."""
 
     step: int = 0
     tokens: int = 0
@@ -84,187 +85,181 @@ class Progress:
 
 
 class Trainer:
-    """Trains `draft` on `store`; keeps its state in `folder`: `draft.pt`, `best.pt`, `curve.json`."""
+    """Trains `draft` on the samples in `store`. Keeps in `folder`: the last checkpoint (`draft.pt`), the best draft
+    (`best.pt`) and all scores (`curve.json`)."""
 
-    def __init__(self, draft: Draft, store: Store, held_out: Sequence[Answer], folder: Path, form: TrainerForm) -> None:
-        self._draft, self._store, self._held_out, self._folder, self._form = draft, store, held_out, folder, form
-        self._device = draft.words.device
+    def __init__(
+        self, draft: DraftModel, store: Store, held_out: Sequence[Sample], folder: Path, config: TrainerConfig
+    ) -> None:
+        self._draft, self._store, self._held_out, self._folder, self._config = draft, store, held_out, folder, config
+        self._device = draft.output_weight.device
+        self._matrix_dtype = matrix_dtype(self._device)
         # On a CPU, time in which the process is suspended, or other processes compute, does not count.
         self._clock = time.process_time if self._device.type == "cpu" else time.monotonic
-        self._mean = {name: value.detach().clone() for name, value in draft.named_parameters()}
-        self._optimizer = _optimizer(draft)
-        self.progress = Progress()
-        self._judging_s = 0.0
+        self._ema = {name: value.detach().clone() for name, value in draft.named_parameters()}
+        self._optimizer = adamw(draft, _WEIGHT_DECAY)
+        self.state = TrainerState()
+        self._evaluation_s = 0.0
         folder.mkdir(parents=True, exist_ok=True)
         self._restore()
 
-    def run(self, minutes: float | None, grow: Callable[[], None] = lambda: None) -> None:
-        """Trains for `minutes`, all runs counted together (None: without end). Calls `grow` before every step."""
+    def run(self, minutes: float | None, before_step: Callable[[], None] = lambda: None) -> None:
+        """Trains for `minutes`, all runs counted together (None: without end)."""
         saved, loss = time.monotonic(), 0.0
-        while minutes is None or self.progress.seconds < 60 * minutes:
-            grow()
-            done = 0.0 if minutes is None else self.progress.seconds / (60 * minutes)
-            loss = self._step(done)
-            if self.progress.seconds - self.progress.judged >= self._judging_period_s():
-                self._judge(loss)
-            if time.monotonic() - saved >= self._form.save_s:
+        while minutes is None or self.state.seconds < 60 * minutes:
+            before_step()
+            loss = self._step(0.0 if minutes is None else self.state.seconds / (60 * minutes))
+            if self.state.seconds - self.state.judged >= self._evaluation_period_s():
+                self._evaluate(loss)
+            if time.monotonic() - saved >= self._config.save_s:
                 self._save()
                 saved = time.monotonic()
-        self._judge(loss)
+        self._evaluate(loss)
         self._save()
 
-    def _step(self, done: float) -> float:
-        started = self._clock()
-        progress, form = self.progress, self._form
+    def _step(self, progress: float) -> float:
+        """Takes a step at this share of the minutes. Returns the loss."""
+        started, state, config = self._clock(), self.state, self._config
         for group in self._optimizer.param_groups:
-            group["lr"] = form.rate * min(1.0, (progress.step + 1) / _WARMUP_STEPS, (1.001 - done) / _FALL)
-        batch = self._batch(progress.step)
-        stored = done > 1 - _FALL / 2
+            group["lr"] = config.rate * min(1.0, (state.step + 1) / _WARMUP_STEPS, (1.001 - progress) / _DECAY_SHARE)
+        batch = self._batch(state.step)
         self._optimizer.zero_grad(set_to_none=True)
-        with self._draft.stored() if stored else nullcontext():
-            with self._autocast():
-                found = marks(self._draft, batch, temp=form.temp, top=_TOP)
-            loss = found.divergence.mean() - form.coupled * found.coupled.mean()
+        with self._draft.fake_quantised() if progress > 1 - _DECAY_SHARE / 2 else nullcontext():
+            with autocast(self._device, self._matrix_dtype):
+                agreement = compare_with_target(self._draft, batch, temp=config.temp, top=_COUPLED_TOP)
+            loss = agreement.cross_entropy.mean() - config.coupled * agreement.coupled.mean()
             loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self._draft.parameters(), _CLIP)
+        nn.utils.clip_grad_norm_(self._draft.parameters(), _MAX_GRAD_NORM)
         self._optimizer.step()
-        share = 1 / min(_MEAN_STEPS, 1 + progress.step / 4)
+        weight = 1 / min(_EMA_STEPS, 1 + state.step / 4)
         with torch.no_grad():
             for name, value in self._draft.named_parameters():
-                self._mean[name].lerp_(value, share)
-        progress.step += 1
-        progress.tokens += len(batch.rows)
+                self._ema[name].lerp_(value, weight)
+        state.step += 1
+        state.tokens += len(batch.positions)
         value = loss.item()
-        progress.seconds += self._clock() - started
+        state.seconds += self._clock() - started
         return value
 
     def _batch(self, step: int) -> Batch:
-        """Returns answers of similar length, so that there is little padding. They depend on the step and the store."""
-        draws = np.random.default_rng((self._form.seed, step))
-        answers = self._store.by_length()
-        at = int(draws.integers(len(answers)))
-        picked: list[Answer] = []
-        longest = 0
-        while (
-            at < len(answers) and (len(picked) + 1) * max(longest, len(answers[at].tokens)) <= self._form.batch_tokens
-        ):
-            longest = max(longest, len(answers[at].tokens))
-            picked.append(answers[at])
-            at += 1 + int(draws.integers(max(1, len(answers) // 500)))
-        return Batch.of(picked or [answers[-1 if at >= len(answers) else at]], self._device, self._form.length)
+        """Returns samples of similar length, to have little padding. They depend on the step and the store."""
+        rng = np.random.default_rng((self._config.seed, step))
+        samples = self._store.by_length()
+        at = int(rng.integers(len(samples)))
+        picked = [samples[at]]
+        longest = len(samples[at].tokens)
+        while True:
+            at += 1 + int(rng.integers(max(1, len(samples) // 500)))
+            if at >= len(samples):
+                break
+            longest = max(longest, len(samples[at].tokens))
+            if (len(picked) + 1) * longest > self._config.batch_tokens:
+                break
+            picked.append(samples[at])
+        return Batch.of(picked, self._device, self._config.length)
 
-    def _judging_period_s(self) -> float:
+    def _evaluation_period_s(self) -> float:
         """Returns the time between evaluations: longer if they take long, but limited, because a process that was
         suspended during an evaluation measures too long a duration."""
-        least = self._form.judge_s
-        return max(least, min(_JUDGING * self._judging_s, _LONGEST * least))
+        shortest = self._config.judge_s
+        return max(shortest, min(_EVALUATION_SPACING * self._evaluation_s, _MAX_EVALUATION_PERIOD * shortest))
 
-    def _judge(self, loss: float) -> None:
-        progress = self.progress
-        progress.judged, started = progress.seconds, time.monotonic()
+    def _evaluate(self, loss: float) -> None:
+        state = self.state
+        state.judged, started = state.seconds, time.monotonic()
         score = self.score()
-        self._judging_s = time.monotonic() - started
-        progress.curve.append((progress.tokens, round(progress.seconds), score.greedy["all"], score.coupled["all"]))
+        self._evaluation_s = time.monotonic() - started
+        state.curve.append((state.tokens, round(state.seconds), score.greedy["all"], score.coupled["all"]))
         log.info(
             "draft: step %d, %.2fM tokens, %.0f s, loss %.3f, agreement %.3f at T = 0, %.3f at T = %s",
-            progress.step, progress.tokens / 1e6, progress.seconds, loss, score.greedy["all"], score.coupled["all"],
-            self._form.temp,
+            state.step, state.tokens / 1e6, state.seconds, loss, score.greedy["all"], score.coupled["all"],
+            self._config.temp,
         )  # fmt: skip
-        if score.mean > progress.best:
-            progress.best = score.mean
+        if score.mean > state.best:
+            state.best = score.mean
             with replacing(self._folder / "best.pt") as temporary:
-                torch.save({"mean": self._mean, "score": asdict(score), **self._record()}, temporary)
+                torch.save({"mean": self._ema, "score": asdict(score), **self._metadata()}, temporary)
         with replacing(self._folder / "curve.json") as temporary:
-            temporary.write_text(json.dumps({"curve": progress.curve, "last": asdict(score)}, indent=1) + "\n")
+            write_json(temporary, {"curve": state.curve, "last": asdict(score)})
 
-    def sharpen(self) -> None:
-        """Multiplies the best draft's logits by the factor with the most equal choices above temperature 0.
+    def scale_logits(self) -> None:
+        """Multiplies the best draft's logits by the factor that gives the highest coupled agreement.
 
-        A draft that is trained for the target's distribution is less sure than the target where it knows less. Under
-        the same noise, a surer draft chooses the target's token more often. At T = 0 nothing changes.
+        A draft that is trained for the target's distribution is less certain than the target where it knows less. With
+        the same noise, a more certain draft samples the target's token more often. At T = 0 nothing changes.
         """
         path = self._folder / "best.pt"
         if not path.exists():
             return
         best = torch.load(path, map_location=self._device, weights_only=True)
         lens = best["mean"]["lens"] / best.get("sharpness", 1.0)
-        found = {by: self.score(best["mean"] | {"lens": by * lens}) for by in _SHARPNESS}
-        sharpness = max(found, key=lambda by: found[by].coupled["all"])
-        best["mean"]["lens"] = sharpness * lens
+        scores = {scale: self.score(best["mean"] | {"lens": scale * lens}) for scale in _LOGIT_SCALES}
+        scale = max(scores, key=lambda scale: scores[scale].coupled["all"])
+        best["mean"]["lens"] = scale * lens
         with replacing(path) as temporary:
-            torch.save(best | {"score": asdict(found[sharpness]), "sharpness": sharpness}, temporary)
-        log.info("draft: logits times %s, agreement %.3f at T > 0", sharpness, found[sharpness].coupled["all"])
+            torch.save(best | {"score": asdict(scores[scale]), "sharpness": scale}, temporary)
+        log.info("draft: logits times %s, agreement %.3f at T > 0", scale, scores[scale].coupled["all"])
 
     def score(self, weights: Mapping[str, Tensor] | None = None) -> Score:
-        """Returns the score of the mean weights, or of others, rounded as they would be stored."""
-        whole = {name: value.detach().clone() for name, value in self._draft.named_parameters()}
-        self._draft.load_state_dict(weights or self._mean, strict=False)
+        """Returns the score of these weights (None: the moving average), rounded as they would be stored."""
+        current = {name: value.detach().clone() for name, value in self._draft.named_parameters()}
+        self._draft.load_state_dict(weights or self._ema, strict=False)
         try:
-            with self._draft.stored(), self._autocast():
-                return score(self._draft, self._held_out, self._form)
+            with self._draft.fake_quantised(), autocast(self._device, self._matrix_dtype):
+                return score(self._draft, self._held_out, self._config)
         finally:
-            self._draft.load_state_dict(whole, strict=False)
+            self._draft.load_state_dict(current, strict=False)
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self._device.type, dtype=torch.bfloat16, enabled=matrix_dtype(self._device) == torch.bfloat16
-        )
-
-    def _record(self) -> dict[str, Any]:
-        return {"outputs": self._draft.outputs, "form": asdict(self._form), "progress": asdict(self.progress)}
+    def _metadata(self) -> dict[str, Any]:
+        return {"outputs": self._draft.vocab_ids, "form": asdict(self._config), "progress": asdict(self.state)}
 
     def _save(self) -> None:
-        state = {
+        checkpoint = {
             "draft": dict(self._draft.named_parameters()),
-            "mean": self._mean,
+            "mean": self._ema,
             "optimizer": self._optimizer.state_dict(),
+            **self._metadata(),
         }
         with replacing(self._folder / "draft.pt") as temporary:
-            torch.save({**state, **self._record()}, temporary)
+            torch.save(checkpoint, temporary)
 
     def _restore(self) -> None:
         path = self._folder / "draft.pt"
         if not path.exists():
             return
-        state = torch.load(path, map_location=self._device, weights_only=True)
-        self._draft.load_state_dict(state["draft"], strict=False)
-        self._mean = {name: value.detach() for name, value in state["mean"].items()}
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.progress = Progress(**state["progress"])
+        checkpoint = torch.load(path, map_location=self._device, weights_only=True)
+        self._draft.load_state_dict(checkpoint["draft"], strict=False)
+        self._ema = {name: value.detach() for name, value in checkpoint["mean"].items()}
+        self._optimizer.load_state_dict(checkpoint["optimizer"])
+        self.state = TrainerState(**checkpoint["progress"])
 
 
 @torch.no_grad()
-def score(draft: Draft, answers: Sequence[Answer], form: TrainerForm) -> Score:
-    """Returns the agreement on these answers."""
-    device = draft.words.device
-    greedy, warm = defaultdict[str, list[Tensor]](list), defaultdict[str, list[Tensor]](list)
+def score(draft: DraftModel, samples: Sequence[Sample], config: TrainerConfig) -> Score:
+    """Returns the agreement on these samples."""
+    greedy, coupled = defaultdict[str, list[Tensor]](list), defaultdict[str, list[Tensor]](list)
     accepted: list[Tensor] = []
-    ordered = sorted(answers, key=lambda answer: len(answer.tokens))
-    for first in range(0, len(ordered), 8):
-        part = ordered[first : first + 8]
-        batch = Batch.of(part, device, form.length)
-        found = marks(draft, batch, temp=form.temp)
-        for number, answer in enumerate(part):
-            own = batch.answers == number
-            kept, value = (greedy, found.best[own].float()) if answer.temp == 0 else (warm, found.coupled[own])
-            kept[answer.kind].append(value)
-            kept["all"].append(value)
-            if answer.temp == 0:
-                accepted.append(_accepted(found.best[own].float()))
-    means = ({kind: float(torch.cat(of).mean()) for kind, of in kept.items()} for kept in (greedy, warm))
+    ordered = sorted(samples, key=lambda sample: len(sample.tokens))
+    for first in range(0, len(ordered), _EVALUATION_BATCH):
+        part = ordered[first : first + _EVALUATION_BATCH]
+        batch = Batch.of(part, draft.output_weight.device, config.length)
+        agreement = compare_with_target(draft, batch, temp=config.temp)
+        for number, sample in enumerate(part):
+            own = batch.sample == number
+            if sample.temp == 0:
+                values, by_kind = agreement.greedy[own].float(), greedy
+                accepted.append(_accepted(values))
+            else:
+                values, by_kind = agreement.coupled[own], coupled
+            by_kind[sample.kind].append(values)
+            by_kind["all"].append(values)
+    means = ({kind: float(torch.cat(v).mean()) for kind, v in by_kind.items()} for by_kind in (greedy, coupled))
     lengths = torch.cat(accepted).mean(dim=0).tolist() if accepted else []
     return Score(*means, tuple(lengths))
 
 
-def _accepted(agrees: Tensor, longest: int = 8) -> Tensor:
-    """Returns how many tokens of chains of 1 to `longest` agree, at every position with room for the longest."""
-    if len(agrees) < longest:
-        return agrees.new_zeros(0, longest)
-    return agrees.unfold(0, longest, 1).cumprod(dim=-1).cumsum(dim=-1)
-
-
-def _optimizer(model: nn.Module) -> torch.optim.AdamW:
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=_BETAS, fused=True)
+def _accepted(equal: Tensor) -> Tensor:
+    """Returns [N, 8]: how many tokens of chains of 1 to 8 tokens are accepted, at each position with room for all."""
+    if len(equal) < _MAX_CHAIN:
+        return equal.new_zeros(0, _MAX_CHAIN)
+    return equal.unfold(0, _MAX_CHAIN, 1).cumprod(dim=-1).cumsum(dim=-1)

@@ -1,4 +1,4 @@
-"""Runs the training of a head: reads the target, lets it write text, trains, measures held-out agreement, exports.
+"""Runs the training of a head: the target's text, training, held-out agreement, export.
 
 Every stage keeps its result, so the same command continues after an interruption.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,130 +21,171 @@ from torch import Tensor
 
 from models.training import corpus, windows
 from models.training.corpus import Corpus, Source
-from models.training.heads import kinds, prompts
-from models.training.heads.foretold import Words, agreement, loss
-from models.training.heads.learner import Learner, Subject
-from models.training.heads.prompts import Prompts
+from models.training.heads.dflash import DFlash
+from models.training.heads.eagle3 import Eagle3
+from models.training.heads.early_exit import EarlyExit
+from models.training.heads.head import Target, TrainableHead
+from models.training.heads.loss import TargetTopK, agreement, loss
+from models.training.heads.mtp import Mtp
+from models.training.heads.prompts import Prompts, draw_prompts
 from models.training.heads.recipe import HeadRecipe, check
-from models.training.heads.record import HeadRecord
-from models.training.heads.store import Store, StoreForm
-from models.training.heads.target import read_target
+from models.training.heads.redrafter import Redrafter
+from models.training.heads.store import Store, StoreIdentity
 from models.training.llama import Llama
 from models.training.loop import Draws, Loop, autocast, pick_device
-from models.training.storage import Workspace, check_out, workspace
+from models.training.record import FILE_NAME
+from models.training.storage import Workspace, check_out, workspace, write_json
+from models.training.target import load_target
 from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import ModelError
 
 log = logging.getLogger(__name__)
 
 _HELD_OUT_WINDOWS = 32
-_FIRST_WINDOWS = 64  # for a head's initialisation
+_INIT_WINDOWS = 64  # from which parameters are initialised
+
+_KINDS: dict[str, Callable[[HeadRecipe, Target], TrainableHead]] = {
+    "eagle3": lambda recipe, target: Eagle3(target, recipe.shape(target.model.shape), recipe.steps, recipe.seed),
+    "mtp": lambda recipe, target: Mtp(target, recipe.steps, recipe.seed),
+    "dflash": lambda recipe, target: DFlash(
+        target, recipe.layers, recipe.steps, target.rarest, recipe.seed, recipe.visible_prefix
+    ),
+    "redrafter": lambda recipe, target: Redrafter(
+        target, recipe.hidden or target.model.shape.hidden, recipe.steps, recipe.seed
+    ),
+    "early-exit": lambda recipe, target: EarlyExit(target, recipe.hidden or recipe.rank, recipe.seed),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class HeadRecord:
+    """The content of `training.json`. `target`: the digest of its config and weights; `held_out_agreement`: by step,
+    how often the head's most likely token is the target's on text that the target generated after the `held_out` files,
+    given the true tokens before it."""
+
+    recipe: HeadRecipe
+    target: str
+    python: str
+    torch: str
+    files: int
+    parameters: int
+    tokens_seen: int
+    held_out_agreement: tuple[float, ...]
+    held_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
     """The inputs of every stage."""
 
     recipe: HeadRecipe
     target: Llama
     config: dict[str, Any]
     tokenizer: Tokenizer
-    form: StoreForm
+    identity: StoreIdentity
     text: Corpus
     device: torch.device
 
     def prompts(self, sources: Sequence[Source], part: int, size: int) -> Prompts:
         length, seed = self.recipe.length, self.recipe.seed
-        return prompts.draw(sources, self.tokenizer, self.recipe.temps, length=length, seed=seed, part=part, size=size)
+        return draw_prompts(sources, self.tokenizer, self.recipe.temps, length=length, seed=seed, part=part, size=size)
+
+
+def build(recipe: HeadRecipe, target: Target) -> TrainableHead:
+    """Returns an untrained head."""
+    return _KINDS[recipe.kind](recipe, target)
 
 
 def run(recipe: HeadRecipe, target: Path, out: Path, store: Path | None = None, extra: Sequence[Path] = ()) -> None:
-    """Trains a head, and writes it to `out`; keeps the target's text in `store`. Raises InvalidRequest or
-    ModelError."""
+    """Trains a head, and writes it to `out`. The target's text is kept in `store`, or until the end of the run.
+
+    Raises:
+        InvalidRequest: a setting or a folder can't be used.
+        ModelError: the target can't be used.
+    """
     check_out(out)
     device = pick_device()
-    model = read_target(target, device)
+    model = load_target(target, device)
     check(recipe, model.shape)
     text = corpus.gather(corpus.standard_library(), extra, seed=recipe.seed, held_out=recipe.held_out_files)
-    form = StoreForm(
+    identity = StoreIdentity(
         model_digest(target), text.digest(), recipe.seed, recipe.length, recipe.taps(model.shape), recipe.top,
         recipe.temps, recipe.part,
     )  # fmt: skip
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    made = Run(recipe, model, config, _tokenizer(target, model), form, text, device)
-    with workspace(out, {"recipe": asdict(recipe), "store": asdict(form)}) as space:
-        _make(made, space, store or space.partial / "text")
+    inputs = Inputs(recipe, model, config, _load_tokenizer(target, model), identity, text, device)
+    with workspace(out, {"recipe": asdict(recipe), "store": asdict(identity)}) as space:
+        _make_head(inputs, space, store or space.partial / "text")
         space.publish()
 
 
-def _make(made: Run, space: Workspace, folder: Path) -> None:
-    kept = Store(folder, made.form)
-    kept.fill(made.recipe.parts, made.target, lambda part: made.prompts(made.text.train, part, made.recipe.part))
-    subject = _subject(made, kept)
-    learner = kinds.build(made.recipe, subject).to(made.device)
-    learner.begin(kept.lesson(np.arange(min(_FIRST_WINDOWS, kept.count)), made.device))
-    loop = Loop(f"{made.recipe.kind} head", learner, made.recipe.phases, made.recipe.batch_tokens)
+def _make_head(inputs: Inputs, space: Workspace, folder: Path) -> None:
+    recipe, device = inputs.recipe, inputs.device
+    store = Store(folder, inputs.identity)
+    store.fill(recipe.parts, inputs.target, lambda part: inputs.prompts(inputs.text.train, part, recipe.part))
+    head = build(recipe, _target(inputs, store)).to(device)
+    head.init_from(store.batch(np.arange(min(_INIT_WINDOWS, store.count)), device))
+    loop = Loop(f"{recipe.kind} head", head, recipe.phases, recipe.batch_tokens)
 
     def loss_of(draws: Draws) -> Tensor:
-        lesson = kept.lesson(
-            windows.draw(kept.count, made.recipe.seed + draws.phase, draws.first, draws.size), made.device
-        )
-        with autocast(made.device):
-            steps = learner(lesson)
-        return loss(steps, learner.output, Words.of(lesson.ids, lesson.log_probs, learner.names))
+        batch = store.batch(windows.draw(store.count, recipe.seed + draws.phase, draws.first, draws.size), device)
+        with autocast(device):
+            steps = head(batch)
+        return loss(steps, head.output_weight, TargetTopK.of(batch.ids, batch.log_probs, head.draft_ids))
 
     loop.run(loss_of, space.partial / "head.pt")
-    found = _held_out(made, learner, folder / "held-out")
-    log.info("held-out agreement by step: %s", ", ".join(f"{share:.3f}" for share in found))
-    space.clear_pair()
-    write(space.pair, learner, made.form.target)
-    HeadRecord(
-        recipe=made.recipe,
-        target=made.form.target,
+    shares = _held_out_agreement(inputs, head, folder / "held-out")
+    log.info("held-out agreement by step: %s", ", ".join(f"{share:.3f}" for share in shares))
+    record = HeadRecord(
+        recipe=recipe,
+        target=inputs.identity.target,
         python=platform.python_version(),
         torch=torch.__version__,
-        files=len(made.text.train),
-        parameters=sum(parameter.numel() for parameter in learner.parameters()),
+        files=len(inputs.text.train),
+        parameters=sum(parameter.numel() for parameter in head.parameters()),
         tokens_seen=loop.tokens_seen(),
-        held_out_agreement=found,
-        held_out=tuple(source.name for source in made.text.held_out),
-    ).write(space.pair)
+        held_out_agreement=shares,
+        held_out=tuple(source.name for source in inputs.text.held_out),
+    )
+    space.clear_result()
+    write_head(space.result, head, inputs.identity.target)
+    write_json(space.result / FILE_NAME, asdict(record))
 
 
-def _subject(made: Run, kept: Store) -> Subject:
-    """Returns the subject; its vocabulary has the tokens that the target wrote most often, in order of their ids."""
-    vocab = made.target.shape.vocab
-    ranked = np.argsort(-kept.token_counts(vocab), kind="stable")
-    ids = torch.from_numpy(np.sort(ranked[: made.recipe.vocab or vocab])).to(made.device)
-    return Subject(made.target, made.form.taps, ids, int(ranked[-1]), made.config)
+def _target(inputs: Inputs, store: Store) -> Target:
+    """Returns the target. The head's vocabulary are the most frequent tokens of the text, in order of their ids."""
+    vocab = inputs.target.shape.vocab
+    ranked = np.argsort(-store.token_counts(vocab), kind="stable")
+    vocab_ids = torch.from_numpy(np.sort(ranked[: inputs.recipe.vocab or vocab])).to(inputs.device)
+    return Target(inputs.target, inputs.identity.taps, vocab_ids, int(ranked[-1]), inputs.config)
 
 
 @torch.no_grad()
-def _held_out(made: Run, learner: Learner, folder: Path) -> tuple[float, ...]:
-    """Returns the agreement by step on text that the target wrote after held-out files."""
-    kept = Store(folder, replace(made.form, part=_HELD_OUT_WINDOWS))
-    kept.fill(1, made.target, lambda part: made.prompts(made.text.held_out, part, _HELD_OUT_WINDOWS))
-    lesson = kept.lesson(np.arange(_HELD_OUT_WINDOWS), made.device)
-    learner.eval()
-    with autocast(made.device):
-        steps = learner(lesson)
-        return agreement(steps, learner.output, Words.of(lesson.ids, lesson.log_probs, learner.names))
+def _held_out_agreement(inputs: Inputs, head: TrainableHead, folder: Path) -> tuple[float, ...]:
+    """Returns the agreement by step on text that the target generates after held-out files."""
+    store = Store(folder, replace(inputs.identity, part=_HELD_OUT_WINDOWS))
+    store.fill(1, inputs.target, lambda part: inputs.prompts(inputs.text.held_out, part, _HELD_OUT_WINDOWS))
+    batch = store.batch(np.arange(_HELD_OUT_WINDOWS), inputs.device)
+    head.eval()
+    with autocast(inputs.device):
+        target = TargetTopK.of(batch.ids, batch.log_probs, head.draft_ids)
+        return agreement(head(batch), head.output_weight, target)
 
 
-def _tokenizer(folder: Path, target: Llama) -> Tokenizer:
+def _load_tokenizer(folder: Path, target: Llama) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json; expected the target's, in the format of tokenizers")
-    found = Tokenizer.from_file(str(path))
-    if found.get_vocab_size() > target.shape.vocab:
-        raise ModelError(f"{path} has {found.get_vocab_size()} tokens, more than the target's {target.shape.vocab}")
-    return found
+    tokenizer = Tokenizer.from_file(str(path))
+    if tokenizer.get_vocab_size() > target.shape.vocab:
+        raise ModelError(f"{path} has {tokenizer.get_vocab_size()} tokens, more than the target's {target.shape.vocab}")
+    return tokenizer
 
 
-def write(folder: Path, learner: Learner, target: str) -> None:
-    """Writes a head's new folder in its published layout, with the fingerprint of its target."""
-    config, tensors = learner.published()
+def write_head(folder: Path, head: TrainableHead, target: str) -> None:
+    """Writes a head in its published layout into the new `folder`. `target`: the digest of its target."""
+    config, tensors = head.export()
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**config, "target": target}, indent=1) + "\n")
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", {**config, "target": target})
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_cpu, folder / "model.safetensors", metadata={"format": "pt"})

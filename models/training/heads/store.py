@@ -1,12 +1,12 @@
-"""Stores heads' training data on disk: text that the target wrote, its rows, and its likeliest next tokens.
+"""The training data of heads on disk: text that the target generated, its hidden states, and its likely next tokens.
 
-Each part of windows is a folder that is complete or absent, so that writing can stop, continue and grow, and all heads
-of a target share the data. Rows are bfloat16 (numpy holds their bits), as in training.
+The target continues many prompts at once, token by token. Each part of the text is a folder that is complete or absent,
+so that generation can stop, continue and grow, and all heads of a target share the data. Hidden states are bfloat16
+(numpy stores their bits), as in training.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -19,22 +19,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.training.heads.prompts import Prompts
-from models.training.heads.writer import write
-from models.training.llama import Llama
+from models.training.llama import Llama, decode_attention, sample, top_log_probs
 from models.training.loop import autocast
 from models.training.progress import Progress
-from models.training.storage import open_store
-from outrider.protocol.errors import InvalidRequest
-
-log = logging.getLogger(__name__)
+from models.training.storage import check_free_space, open_store
 
 _FORWARD_TOKENS = 8192  # per forward; bounds memory
-_NAMES = ("tokens", "rows", "ids", "log_probs")
+_ARRAYS = ("tokens", "rows", "ids", "log_probs")  # a file each; rows are the hidden states
 
 
 @dataclass(frozen=True, slots=True)
-class StoreForm:
-    """A store's identity. `taps`: the layers with stored rows, concatenated; `top`: likely tokens per position."""
+class StoreIdentity:
+    """What a store is for. `target`, `text`: digests; `part`: windows in a part; `taps`: the layers whose hidden states
+    are stored; `top`: likely tokens per position."""
 
     target: str
     text: str
@@ -43,18 +40,19 @@ class StoreForm:
     taps: tuple[int, ...]
     top: int
     temps: tuple[float, ...]
-    part: int  # windows
+    part: int
 
     def part_bytes(self, hidden: int) -> int:
         return self.part * self.length * (4 + 2 * hidden * len(self.taps) + 6 * self.top)
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """N windows: tokens [N, L], rows [N, L, taps, H], ids and log-probabilities of likely next tokens [N, L, top]."""
+class Batch:
+    """N windows: tokens [N, L], hidden states [N, L, taps, H], ids and log-probabilities of likely next tokens
+    [N, L, top]."""
 
     tokens: Tensor
-    rows: Tensor
+    hidden: Tensor
     ids: Tensor
     log_probs: Tensor
 
@@ -62,77 +60,103 @@ class Lesson:
 class Store:
     """The parts in `folder`. Raises InvalidRequest if the folder has another store's."""
 
-    def __init__(self, folder: Path, form: StoreForm) -> None:
-        self._folder, self._form = folder, form
+    def __init__(self, folder: Path, identity: StoreIdentity) -> None:
+        self._folder, self._identity = folder, identity
         self._parts: list[dict[str, NDArray[np.generic]]] = []
-        open_store(folder, asdict(form))
+        open_store(folder, asdict(identity))
 
     @property
     def count(self) -> int:
         """The number of windows that `fill` has opened."""
-        return len(self._parts) * self._form.part
+        return len(self._parts) * self._identity.part
 
     def fill(self, parts: int, model: Llama, prompts: Callable[[int], Prompts]) -> None:
-        """Writes the missing ones of `parts` parts, and opens all. `prompts` returns the prompts of a part."""
+        """Generates the missing ones of `parts` parts, and opens all. `prompts` returns the prompts of a part."""
         missing = [number for number in range(parts) if not self._path(number).exists()]
-        self._check_room(len(missing) * self._form.part_bytes(model.shape.hidden))
+        needed = len(missing) * self._identity.part_bytes(model.shape.hidden)
+        advice = "choose another --store or fewer --text-tokens"
+        check_free_space(self._folder, needed, "the target's hidden states", advice)
         progress = Progress("the target's text", parts, "parts")
         for number in range(parts):
             if number in missing:
-                self._make(number, model, prompts(number))
-            self._parts.append({name: np.load(self._path(number) / f"{name}.npy", mmap_mode="r") for name in _NAMES})
+                self._write(number, model, prompts(number))
+            self._parts.append({name: np.load(self._path(number) / f"{name}.npy", mmap_mode="r") for name in _ARRAYS})
             progress.update(number + 1)
 
-    def lesson(self, indices: NDArray[np.int64], device: torch.device) -> Lesson:
-        """Returns these windows."""
-        places = [divmod(int(index), self._form.part) for index in indices]
-        found = {
+    def batch(self, indices: NDArray[np.int64], device: torch.device) -> Batch:
+        """Returns the windows with these indices."""
+        places = [divmod(int(index), self._identity.part) for index in indices]
+        arrays = {
             name: torch.from_numpy(np.stack([self._parts[part][name][at] for part, at in places])).to(device)
-            for name in _NAMES
+            for name in _ARRAYS
         }
-        rows = found["rows"].view(torch.bfloat16).unflatten(-1, (len(self._form.taps), -1))
-        return Lesson(found["tokens"].long(), rows, found["ids"].long(), found["log_probs"].float())
+        hidden = arrays["rows"].view(torch.bfloat16).unflatten(-1, (len(self._identity.taps), -1))
+        return Batch(arrays["tokens"].long(), hidden, arrays["ids"].long(), arrays["log_probs"].float())
 
     def token_counts(self, vocab: int) -> NDArray[np.int64]:
-        """Returns how often each token was written [vocab]."""
+        """Returns how often each token occurs [vocab]."""
         return sum(np.bincount(part["tokens"].ravel(), minlength=vocab) for part in self._parts)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"part-{number:04}"
 
-    def _make(self, number: int, model: Llama, prompts: Prompts) -> None:
+    def _write(self, number: int, model: Llama, prompts: Prompts) -> None:
         device = next(model.parameters()).device
-        generator = torch.Generator(device).manual_seed(self._form.seed * 100_003 + number)
-        windows = torch.from_numpy(prompts.windows).to(device)
-        temps = torch.from_numpy(prompts.temps).to(device)
-        write(model, windows, torch.from_numpy(prompts.given).to(device), temps, generator)
-        step = max(1, _FORWARD_TOKENS // self._form.length)
-        pieces = [self._seen(model, windows[first : first + step]) for first in range(0, self._form.part, step)]
+        generator = torch.Generator(device).manual_seed(self._identity.seed * 100_003 + number)
+        windows, prompt_lengths, temps = (
+            torch.from_numpy(array).to(device) for array in (prompts.windows, prompts.lengths, prompts.temps)
+        )
+        generate(model, windows, prompt_lengths, temps, generator)
+        step = max(1, _FORWARD_TOKENS // self._identity.length)
+        chunks = [self._read(model, windows[first : first + step]) for first in range(0, self._identity.part, step)]
         temporary = self._folder / "unfinished"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        for name in _NAMES:
-            np.save(temporary / f"{name}.npy", np.concatenate([piece[name] for piece in pieces]))
+        for name in _ARRAYS:
+            np.save(temporary / f"{name}.npy", np.concatenate([chunk[name] for chunk in chunks]))
         os.rename(temporary, self._path(number))
 
     @torch.no_grad()
-    def _seen(self, model: Llama, windows: Tensor) -> dict[str, NDArray[np.generic]]:
+    def _read(self, model: Llama, windows: Tensor) -> dict[str, NDArray[np.generic]]:
+        """Returns the arrays to store for these windows, from one forward."""
         with autocast(windows.device):
-            rows = model.rows(windows)
-            logits = model.logits(rows[-1])
-        best = torch.log_softmax(logits.float(), dim=-1).topk(self._form.top, dim=-1)
-        tapped = torch.cat([rows[tap] for tap in self._form.taps], dim=-1)
+            layers = model.hidden_states(windows)
+            logits = model.logits(layers[-1])
+        ids, log_probs = top_log_probs(logits, self._identity.top)
+        tapped = torch.cat([layers[tap] for tap in self._identity.taps], dim=-1)
         return {
             "tokens": windows.int().cpu().numpy(),
             "rows": tapped.bfloat16().view(torch.int16).cpu().numpy(),
-            "ids": best.indices.int().cpu().numpy(),
-            "log_probs": best.values.half().cpu().numpy(),
+            "ids": ids.int().cpu().numpy(),
+            "log_probs": log_probs.half().cpu().numpy(),
         }
 
-    def _check_room(self, needed: int) -> None:
-        free = shutil.disk_usage(self._folder).free
-        if free < needed:
-            raise InvalidRequest(
-                f"the target's rows need {needed / 1e9:.1f} GB, but the disk of {self._folder} has {free / 1e9:.1f} GB"
-                " free; choose another --store or fewer --text-tokens"
-            )
+
+class _LayerCache:
+    """The KV cache of one layer, for windows that are all at the same position."""
+
+    def __init__(self, windows: int, length: int, model: Llama, device: torch.device) -> None:
+        shape = (2, windows, model.shape.kv_heads, length, model.shape.head_dim)
+        self._keys, self._values = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        self._count = 0
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        start, self._count = self._count, self._count + keys.shape[2]
+        self._keys[:, :, start : self._count] = keys
+        self._values[:, :, start : self._count] = values
+        return decode_attention(queries, self._keys[:, :, : self._count], self._values[:, :, : self._count])
+
+
+@torch.no_grad()
+def generate(model: Llama, windows: Tensor, prompt_lengths: Tensor, temps: Tensor, generator: torch.Generator) -> None:
+    """Fills the windows [N, L] after their prompts of these lengths [N], each at its temperature of `temps` [N]."""
+    count, length = windows.shape
+    if int(prompt_lengths.min()) >= length:
+        return
+    caches = [_LayerCache(count, length, model, windows.device) for _ in range(model.shape.layers)]
+    for position in range(length - 1):
+        with autocast(windows.device):
+            logits = model.logits(model.hidden_states(windows[:, position, None], position, caches)[-1])[:, 0]
+        sampled = sample(logits.float(), temps, generator)
+        following = windows[:, position + 1]
+        windows[:, position + 1] = torch.where(prompt_lengths > position + 1, following, sampled)

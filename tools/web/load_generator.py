@@ -1,4 +1,4 @@
-"""Sends requests at given times by locust, in a process of its own, and returns their answers."""
+"""Sends requests at given times with locust, in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import InvalidRequest, WorkerError
-from tools.web.reading import StreamTimes, parse_stream
+from tools.web.streams import StreamTimes, parse_stream
 
 LOCUST_FILE = Path(__file__).with_name("locustfile.py")
 
@@ -28,7 +28,7 @@ class TimedAnswer:
 
 
 def require_locust() -> None:
-    """Checks for locust.
+    """Checks that locust is installed.
 
     Raises:
         InvalidRequest: locust is not installed.
@@ -37,11 +37,11 @@ def require_locust() -> None:
         raise InvalidRequest("locust, which sends the requests, is not installed; run: pip install locust")
 
 
-def poisson_times(count: int, rate: float, seed: str) -> list[float]:
+def poisson_arrivals(count: int, rate: float, seed: str) -> list[float]:
     """Returns the times of `count` requests in seconds: a Poisson process with `rate` requests per second."""
-    draws, at, times = random.Random(seed), 0.0, []
+    rng, at, times = random.Random(seed), 0.0, []
     for _ in range(count):
-        at += draws.expovariate(rate)
+        at += rng.expovariate(rate)
         times.append(at)
     return times
 

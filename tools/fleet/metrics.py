@@ -1,4 +1,4 @@
-"""Records a fleet's simulation by second and by request, and sums it up."""
+"""The metrics of a simulated fleet by second and by request, and their summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class Sample:
 
 
 @dataclass
-class Tally:
+class Metrics:
+    """`tokens` by second, a sample of every second, and all requests."""
+
     tokens: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     samples: list[Sample] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
@@ -39,8 +41,8 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """Sums over the requests that were sent in a time (`asked`); times in seconds, rates in tokens per second.
+class Summary:
+    """Metrics of a period, in which `asked` requests were sent; times in seconds, rates in tokens per second.
 
     `first`, `queued`: p50 and p99 of the time to first token and in the queue. `good`: the rate of requests served
     well. `busy`: the share of time in which targets worked. `interrupted`: requests whose engine was lost.
@@ -62,14 +64,14 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
-def sum_up(tally: Tally, begin: float, end: float, busy: float) -> Sums:
-    """Sums up this time. A request that never began has waited until `end`."""
-    jobs = [job for job in tally.jobs if begin <= job.asked < end]
+def summarize(metrics: Metrics, begin: float, end: float, busy: float) -> Summary:
+    """Summarizes the period from `begin` to `end`. A request that has not started has waited until `end`."""
+    jobs = [job for job in metrics.jobs if begin <= job.sent < end]
     seconds = end - begin
-    tokens = sum(count for second, count in tally.tokens.items() if begin <= second < end)
-    firsts = [(job.first if job.first is not None else end) - job.asked for job in jobs]
-    queues = [(job.begun if job.begun is not None else end) - job.asked for job in jobs]
-    return Sums(
+    tokens = sum(count for second, count in metrics.tokens.items() if begin <= second < end)
+    firsts = [(job.first if job.first is not None else end) - job.sent for job in jobs]
+    queues = [(job.started if job.started is not None else end) - job.sent for job in jobs]
+    return Summary(
         len(jobs),
         sum(job.is_complete for job in jobs),
         tokens / seconds,
@@ -77,7 +79,7 @@ def sum_up(tally: Tally, begin: float, end: float, busy: float) -> Sums:
         (percentile(firsts, 0.5), percentile(firsts, 0.99)),
         (percentile(queues, 0.5), percentile(queues, 0.99)),
         busy,
-        sum(job.interruptions > 0 for job in tally.jobs),
+        sum(job.interruptions > 0 for job in metrics.jobs),
     )
 
 
@@ -85,13 +87,13 @@ def _is_good(job: Job) -> bool:
     if not job.is_complete or job.first is None:
         return False
     pace = (job.answer - 1) / (job.last - job.first) if job.last > job.first else MIN_TOKENS_PER_SECOND
-    return job.first - job.asked <= MAX_FIRST_TOKEN_SECONDS and pace >= MIN_TOKENS_PER_SECOND
+    return job.first - job.sent <= MAX_FIRST_TOKEN_SECONDS and pace >= MIN_TOKENS_PER_SECOND
 
 
-def smooth_rates(tally: Tally, seconds: int, over: int) -> Sequence[float]:
+def smooth_rates(metrics: Metrics, seconds: int, over: int) -> Sequence[float]:
     """Returns the tokens per second, each averaged over up to `over` seconds around it."""
     found = []
     for second in range(seconds):
         near = range(max(second - over // 2, 0), min(second - over // 2 + over, seconds))
-        found.append(sum(tally.tokens.get(s, 0.0) for s in near) / len(near))
+        found.append(sum(metrics.tokens.get(s, 0.0) for s in near) / len(near))
     return found

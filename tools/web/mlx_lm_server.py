@@ -1,20 +1,17 @@
 """Runs `mlx_lm.server` with the same weights, as its users would start it.
 
-The weights are first copied as float32, because mlx-lm is several times faster with them on a CPU, where ours are
-float32, too. The server uses our workers' BLAS and all cores.
+The weights are first copied as float32: on a CPU mlx-lm is several times faster with them, and Outrider uses float32,
+too. The server uses the BLAS of Outrider's workers and all cores.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.request import urlopen
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -22,6 +19,8 @@ from safetensors.numpy import load_file, save_file
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import WorkerError
+from outrider.target_worker.rank_link import free_ports
+from tools.web.site import wait_for_url
 
 START_TIMEOUT_SECONDS, EXIT_TIMEOUT_SECONDS = 120.0, 10.0
 
@@ -36,14 +35,13 @@ def copy_as_float32(model: Path, to: Path) -> Path:
 
 
 @contextmanager
-def mlx_lm_server(model: Path, draft: Path | None, log: Path) -> Iterator[str]:
+def run_mlx_lm_server(model: Path, draft: Path | None, log: Path) -> Iterator[str]:
     """Runs the server, and yields its URL. With a draft it serves a request at a time, without one it batches.
 
     Raises:
         WorkerError: the server does not start.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     drafting = ["--draft-model", str(draft)] if draft is not None else []
     command = ["--model", str(model), "--port", str(port), "--log-level", "WARNING", *drafting]
     with log.open("wb") as output:
@@ -55,7 +53,8 @@ def mlx_lm_server(model: Path, draft: Path | None, log: Path) -> Iterator[str]:
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_up(url, process, log)
+        if not wait_for_url(f"{url}/v1/models", lambda: process.poll() is None, START_TIMEOUT_SECONDS):
+            raise WorkerError(f"mlx_lm.server does not start: {log.read_text(errors='replace')[-1000:]}")
         yield url
     finally:
         process.terminate()
@@ -64,14 +63,3 @@ def mlx_lm_server(model: Path, draft: Path | None, log: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + START_TIMEOUT_SECONDS
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            with urlopen(f"{url}/v1/models", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise WorkerError(f"mlx_lm.server does not start: {log.read_text(errors='replace')[-1000:]}")

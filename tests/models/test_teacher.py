@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="training needs PyTorch (the extra `train`)")
 
-from models.training.distill import kl_to_teacher  # noqa: E402
+from models.training.teacher import kl_to_teacher  # noqa: E402
 
 
 def teacher_view(logits: object, top: int) -> tuple[object, object]:

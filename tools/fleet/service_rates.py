@@ -23,7 +23,7 @@ ANSWER_TOKENS, PROMPT_TOKENS = 200, 32
 
 
 @dataclass(frozen=True, slots=True)
-class ServicePace:
+class ServiceRate:
     """At one number of concurrent requests: tokens per second of each, milliseconds of a forward, and the share by
     which a waiting prompt may lengthen it."""
 
@@ -32,17 +32,17 @@ class ServicePace:
     share: float
 
 
-Service = tuple[ServicePace, ...]
+ServiceRates = tuple[ServiceRate, ...]
 
 
-def record_service(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Service, tuple[Tuning, ...]]:
+def measure_service_rates(fleet: Fleet, profile: Profile, drafters: int) -> tuple[ServiceRates, tuple[Tuning, ...]]:
     """Returns the paces of 1, 2, ... concurrent requests with `drafters` left, and what the planner has learned."""
     alone = replace(fleet, profiles=(), engines=1, zones=1, spread=False, prompt_rate=0.0, routing=ROUTINGS[0])
-    return _record_service(replace(alone, scaling=None), profile, drafters)
+    return _measure_service_rates(replace(alone, scaling=None), profile, drafters)
 
 
 @cache
-def _record_service(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Service, tuple[Tuning, ...]]:
+def _measure_service_rates(fleet: Fleet, profile: Profile, drafters: int) -> tuple[ServiceRates, tuple[Tuning, ...]]:
     memory: tuple[Tuning, ...] = ()
     service = []
     for at_once in range(1, fleet.active + 1):
@@ -53,7 +53,7 @@ def _record_service(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Serv
 
 def _measure_pace(
     fleet: Fleet, profile: Profile, drafters: int, at_once: int, memory: Sequence[Tuning]
-) -> tuple[ServicePace, tuple[Tuning, ...]]:
+) -> tuple[ServiceRate, tuple[Tuning, ...]]:
     loop, rng, received = EventLoop(), random.Random(f"service {at_once}"), [0.0]
 
     def on_tokens(job: Job, tokens: float, flows: float = 0.0) -> None:
@@ -78,7 +78,7 @@ def _measure_pace(
         before, rows, forwards, began = received[0], rounds.rows, rounds.forwards, loop.now
         while loop.now < LEARNING_SECONDS + MEASURED_SECONDS:
             loop.run_next()
-    tokens, seconds, made = received[0] - before, loop.now - began, rounds.forwards - forwards
-    chains = rounds.rows - rows > 1.5 * made * at_once
+    tokens, seconds, forwards = received[0] - before, loop.now - began, rounds.forwards - forwards
+    chains = rounds.rows - rows > 1.5 * forwards * at_once
     share = READING_SHARE_WITH_CHAINS if chains else READING_SHARE
-    return ServicePace(tokens / seconds / at_once, 1000 * seconds / made, share), rounds.learned()
+    return ServiceRate(tokens / seconds / at_once, 1000 * seconds / forwards, share), rounds.learned()

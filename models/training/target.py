@@ -1,6 +1,6 @@
-"""Reads a target from its Hugging Face folder, frozen, in PyTorch.
+"""Loads a target from its Hugging Face folder into PyTorch, with frozen parameters.
 
-Matrices are bfloat16, norms and the residual stream float32, as in training.
+Norms and the residual stream are float32, as in training. Weights that MLX has quantised are dequantised.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from models.training.llama import Llama
+from models.training.quantise import dequantise
 from models.training.recipe import Shape
 from outrider.protocol.errors import ModelError
 
 FAMILIES = ("llama", "mistral")
 
 
-def read_target(folder: Path, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Llama:
-    """Returns the model in `folder`, with matrices as `dtype`. Raises ModelError for a model without support."""
-    shape = _shape(_config(folder), folder)
-    model = Llama(shape, seed=0)
-    wanted = model.state_dict()
-    weights = _weights(folder, wanted)
-    missing = sorted(set(wanted) - set(weights))
+def load_target(folder: Path, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Llama:
+    """Returns the model in `folder` with matrices of this `dtype`.
+
+    Raises:
+        ModelError: the model is not a plain Llama, or can't be read.
+    """
+    model = Llama(_shape(_config(folder), folder), seed=0)
+    parameters = model.state_dict()
+    weights = _weights(folder, parameters)
+    missing = sorted(parameters.keys() - weights.keys())
     if missing:
         raise ModelError(f"{folder} lacks {', '.join(missing[:3])}; expected all of a Llama's weights")
     model.load_state_dict(weights)
@@ -42,15 +46,15 @@ def _config(folder: Path) -> Mapping[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} holds no readable config.json; expected a model in Hugging Face layout") from error
+        raise ModelError(f"{folder} has no readable config.json; expected a model in Hugging Face layout") from error
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in FAMILIES:
-        raise ModelError(f"{folder} holds a {kind} model; heads are made for Llama-like ones: {', '.join(FAMILIES)}")
+        raise ModelError(f"{folder} has a {kind} model; expected one of {', '.join(FAMILIES)}")
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     unusual = [key for key in ("attention_bias", "mlp_bias", "sliding_window") if config.get(key)]
     unusual += ["rope_scaling"] if scaling.get("rope_type", "default") != "default" else []
     if unusual:
-        raise ModelError(f"{folder} has {', '.join(unusual)}; heads are made for plain Llamas, unscaled")
+        raise ModelError(f"{folder} has {', '.join(unusual)}; expected a plain Llama without these")
     return config
 
 
@@ -75,33 +79,22 @@ def _shape(config: Mapping[str, Any], folder: Path) -> Shape:
         raise ModelError(f"{folder / 'config.json'} lacks {error}; expected a Llama's sizes") from error
 
 
-def _weights(folder: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns those of the `wanted` weights that the folder has."""
-    found: dict[str, Tensor] = {}
+def _weights(folder: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights of these `parameters` that the folder has, dequantised, as float32."""
+    tensors: dict[str, Tensor] = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
-            found |= {key.removeprefix("model."): value for key, value in load_file(file).items()}
+            tensors |= {key.removeprefix("model."): value for key, value in load_file(file).items()}
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} can't be read ({error}); fetch the model again") from error
-    return {
-        key: _whole(*parts, columns=place.shape[1]) if len(parts) > 1 else found[key].float()
-        for key, place in wanted.items()
-        if key in found
-        for stem in (key.removesuffix(".weight"),)
-        for parts in ([found[name] for name in (key, f"{stem}.scales", f"{stem}.biases") if name in found],)
-    }
-
-
-def _whole(packed: Tensor, scales: Tensor, biases: Tensor, columns: int) -> Tensor:
-    """Returns a matrix that MLX has quantised: 4 or 8 bits per number, w = scale * q + bias by groups.
-
-    Raises:
-        ModelError: it has other bits per number.
-    """
-    octets = packed.view(torch.uint8)
-    bits = 8 * octets.shape[1] // columns
-    if bits not in (4, 8):
-        raise ModelError(f"the target has weights of {bits} bits; expected 4, 8 or 16")
-    steps = octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
-    grouped = steps.unflatten(1, (scales.shape[1], -1)).float()
-    return (grouped * scales.float()[..., None] + biases.float()[..., None]).flatten(1)
+    weights = {}
+    for name in parameters.keys() & tensors.keys():
+        stem = name.removesuffix(".weight")
+        if f"{stem}.scales" in tensors:
+            bits = 32 * tensors[name].shape[1] // parameters[name].shape[1]
+            if bits not in (4, 8):
+                raise ModelError(f"{folder} has weights of {bits} bits; expected 4, 8 or 16")
+            weights[name] = dequantise(tensors[name], tensors[f"{stem}.scales"], tensors[f"{stem}.biases"], bits)
+        else:
+            weights[name] = tensors[name].float()
+    return weights

@@ -1,7 +1,6 @@
 """A server without a model that sends the time as text every few milliseconds.
 
-The time is on a clock that all processes of this machine share, so that a receiver knows how long a chunk was under
-way.
+All processes of this machine share the clock, so a receiver knows how long each chunk was under way.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ PACE_SECONDS = 0.008
 TARGET = WorkerStats("target", "target-0", "ready", 0, "none", "none", 1, 1, 0, 0, "")
 
 
-class Clockwork(threading.Thread):
+class ClockServer(threading.Thread):
     """Serves at `endpoint` until `close`: one text at a time, with a chunk every `pace` seconds."""
 
     def __init__(self, pace: float = PACE_SECONDS) -> None:
-        super().__init__(daemon=True, name="clockwork")
+        super().__init__(daemon=True, name="clock-server")
         self._zmq: zmq.Context[Any] = zmq.Context()
         self._socket = self._zmq.socket(zmq.ROUTER)
         self._socket.linger = 0

@@ -1,14 +1,15 @@
-"""Reads streams of completions, and records when each event arrives. Uses the standard library, which costs little.
+"""Requests streamed completions, and records when each event arrives. Uses the standard library, which costs little.
 
-Events are parsed after the last one has arrived, so that the reader's own work is not timed.
+Events are parsed after the last one has arrived, so that the time of parsing is not measured.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,14 +31,14 @@ class StreamTimes:
     text: str
 
 
-class EventReader:
+class CompletionsClient:
     """Sends requests to the server at `url` over one persistent connection."""
 
     def __init__(self, url: str) -> None:
         self._connection = HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_SECONDS)
 
     def ask(self, body: dict[str, Any]) -> StreamTimes:
-        """Sends a request, and reads its stream.
+        """Sends a request, and returns the times of its stream.
 
         Raises:
             WorkerError: the request was refused, or the stream is incomplete.
@@ -45,14 +46,17 @@ class EventReader:
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         sent = time.perf_counter()
         self._connection.request("POST", PATH, json.dumps(request), {"content-type": "application/json"})
-        answer = self._connection.getresponse()
-        if answer.status != 200:
-            raise WorkerError(f"HTTP answered {answer.status}: {answer.read().decode()}; expected 200")
-        events: list[tuple[float, bytes]] = []
-        while line := answer.readline():
-            if line.startswith(b"data: "):
-                events.append((time.perf_counter(), line[6:]))
-        return parse_stream(sent, events)
+        response = self._connection.getresponse()
+        if response.status != 200:
+            raise WorkerError(f"HTTP answered {response.status}: {response.read().decode()}; expected 200")
+        return parse_stream(sent, [(time.perf_counter(), data) for data in read_events(response)])
+
+
+def read_events(response: HTTPResponse) -> Iterator[bytes]:
+    """Yields the data of each server-sent event when it arrives, until the connection ends."""
+    while line := response.readline():
+        if line.startswith(b"data: "):
+            yield line[6:]
 
 
 def parse_stream(sent: float, events: list[tuple[float, bytes]]) -> StreamTimes:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from outrider.protocol.errors import WorkerError
 from tools.fleet_failures.fleet import Engine, Fleet, process_at_port, wait_until
 from tools.fleet_failures.hosts import Hosts
-from tools.fleet_failures.reader import BrokenAnswer, Reader, WantedText
-from tools.fleet_failures.victims import Scene, Victim
+from tools.fleet_failures.reader import IncompleteResponse, Reader, WantedText
+from tools.fleet_failures.victims import KillContext, Victim
 
 TOKENS_BEFORE_KILL = 24
 """Tokens that every reader has received before the kill."""
@@ -47,7 +47,7 @@ def kill_victim(hosts: Hosts, fleet: Fleet, victim: Victim, texts: Sequence[Expe
     fleet.wait_until_complete()
     ingresses = fleet.ingresses()
     session, engine, ingresses = _choose_session(hosts, fleet, victim, ingresses)
-    plan = victim.aim(Scene(hosts, fleet, engine, ingresses[0]))
+    plan = victim.plan(KillContext(hosts, fleet, engine, ingresses[0]))
     readers = [Reader(ingresses, text.wanted, session) for text in texts]
     with ThreadPoolExecutor(len(readers)) as threads:
         reading = [threads.submit(reader.read) for reader in readers]
@@ -56,25 +56,27 @@ def kill_victim(hosts: Hosts, fleet: Fleet, victim: Victim, texts: Sequence[Expe
         )
         if any(future.done() for future in reading):
             raise WorkerError("a text was complete before the kill; expected longer texts (--tokens)")
-        struck = time.perf_counter()
+        killed_at = time.perf_counter()
         plan.kill()
-        plan.mend()
+        plan.repair()
         wait_until(
-            lambda: all(_has_continued(struck, *pair) for pair in zip(readers, reading, strict=True)),
+            lambda: all(_has_continued(killed_at, *pair) for pair in zip(readers, reading, strict=True)),
             "no text continues",
         )
         fleet.wait_until_complete()
-        whole = time.perf_counter() - struck
+        whole = time.perf_counter() - killed_at
         failed = [error for future in reading if (error := future.exception()) is not None]
-    if failed and not isinstance(failed[0], BrokenAnswer):
+    if failed and not isinstance(failed[0], IncompleteResponse):
         raise failed[0]
     differ = sum(tuple(reader.tokens) != text.alone for reader, text in zip(readers, texts, strict=True))
-    waits = tuple(reader.wait(struck) for reader in readers if reader.goes_on(struck))
-    return KillResult(waits, len(texts), differ, tuple(error for reader in readers for error in reader.breaks), whole)
+    waits = tuple(reader.wait(killed_at) for reader in readers if reader.has_continued(killed_at))
+    return KillResult(
+        waits, len(texts), differ, tuple(error for reader in readers for error in reader.interruptions), whole
+    )
 
 
-def _has_continued(struck: float, reader: Reader, reading: Future[None]) -> bool:
-    return reading.done() or reader.goes_on(struck)
+def _has_continued(killed_at: float, reader: Reader, reading: Future[None]) -> bool:
+    return reading.done() or reader.has_continued(killed_at)
 
 
 def _choose_session(hosts: Hosts, fleet: Fleet, victim: Victim, ingresses: list[str]) -> tuple[str, Engine, list[str]]:
