@@ -290,19 +290,22 @@ class ResponseFormatter(BlockFormatter):
         if self._logprobs is not None:
             self._placed += self._logprobs.format(chunks)
 
-    def _extend_item(self, part: Part) -> list[schemas.ChatTokenLogprob]:
-        """Adds a part to the last item, and returns its log-probabilities."""
-        rows: list[schemas.ChatTokenLogprob] = []
+    def _extend_item(self, part: Part) -> tuple[str, dict[str, Any]]:
+        """Adds a part to the last item, which is of its kind. Returns the kind and the fields of the event for it."""
         match self._items[-1], part:
             case OutputMessage(content=[content]), TextPart(text=text):
                 content.text += text
+                rows = self._logprobs_of(part)
                 if content.logprobs is not None:
-                    content.logprobs += (rows := self._logprobs_of(part))
+                    content.logprobs += rows
+                return "output_text.delta", {"content_index": 0, "delta": text, "logprobs": rows}
             case OutputReasoning(content=[content]), ThinkingPart(text=text):
                 content.text += text
+                return "reasoning_text.delta", {"content_index": 0, "delta": text}
             case OutputCall() as call, ToolCall(arguments=arguments):
                 call.arguments = arguments
-        return rows
+                return "function_call_arguments.delta", {"delta": arguments}
+        raise TypeError(f"{type(part).__name__} does not belong to the last item")
 
     def _logprobs_of(self, words: TextPart) -> list[schemas.ChatTokenLogprob]:
         """Returns the tokens that end in `words` or, completing no character, begin it. Earlier ones are dropped."""
@@ -322,14 +325,8 @@ class ResponseFormatter(BlockFormatter):
 
     def _format_block_delta(self, update: PartUpdate) -> bytes:
         self._add_logprobs(update.chunks)
-        rows = self._extend_item(update.part)
-        match update.part:
-            case TextPart(text=text):
-                return self._item_event("output_text.delta", content_index=0, delta=text, logprobs=rows)
-            case ThinkingPart(text=text):
-                return self._item_event("reasoning_text.delta", content_index=0, delta=text)
-            case ToolCall(arguments=arguments):
-                return self._item_event("function_call_arguments.delta", delta=arguments)
+        kind, fields = self._extend_item(update.part)
+        return self._item_event(kind, **fields)
 
     def _format_block_end(self, status: str) -> bytes:
         item = self._items[-1]
