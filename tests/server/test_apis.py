@@ -531,6 +531,21 @@ def test_messages_api_returns_thinking_as_a_separate_block(claude: anthropic.Ant
     assert [block.type for block in final.content] == ["thinking", "text"]
 
 
+def test_thinking_of_a_message_is_signed_and_counted(chat: RunningServer) -> None:
+    """Strands, LangChain and others leave thinking without a signature out of the next request."""
+    asked: dict[str, Any] = {"messages": HELLO, "max_tokens": 40, "thinking": {"type": "adaptive"}}
+    whole, told = post(chat, "/v1/messages", **asked).json(), events(chat, "/v1/messages", **asked)
+    assert whole["content"][0]["signature"]
+    begun = next(event["content_block"] for event in told if event["type"] == "content_block_start")
+    deltas = [event["delta"] for event in told if event["type"] == "content_block_delta" and event["index"] == 0]
+    assert begun["signature"] == "" and deltas[-1]["signature"] == whole["content"][0]["signature"]
+    end = next(event for event in told if event["type"] == "message_delta")
+    for usage in (whole["usage"], end["usage"]):
+        assert usage["output_tokens_details"] == {"thinking_tokens": 4} and usage["output_tokens"] == 7
+    plain = post(chat, "/v1/messages", messages=HELLO, max_tokens=40).json()
+    assert plain["usage"]["output_tokens_details"] == {"thinking_tokens": 0}
+
+
 # --- who asks -------------------------------------------------------------------------------------------------------
 
 

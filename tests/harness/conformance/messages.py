@@ -208,7 +208,7 @@ def _(at: Servers) -> None:
     """thinking is a block with a signature before the text, and may be sent back."""
     answer = ask(at, thinking={"type": "enabled", "budget_tokens": 1024})
     equal([block["type"] for block in answer["content"]], ["thinking", "text"], "the blocks")
-    hold("signature" in answer["content"][0], "there is no signature")
+    hold(answer["content"][0]["signature"], "there is no signature")
     again = [*HELLO, {"role": "assistant", "content": answer["content"]}, *HELLO]
     redacted = {
         "role": "assistant",
