@@ -11,6 +11,7 @@ import socket
 import time
 from contextlib import ExitStack
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -20,7 +21,10 @@ from outrider import EndpointError, Grammar, SamplingParams, WorkerError
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import http_process
 from outrider.orchestrator.machine.http_process import HttpListener
+from outrider.server.endpoints import responses
+from outrider.server.endpoints.responses import ResponsesRequest
 from outrider.server.mapping import derive_seed
+from outrider.server.model.served import load_served_model
 from tests.covering import matrix
 from tests.halts import pid_of, slowed
 from tests.harness.scripted_model import ANSWER, PLAIN, text_of
@@ -478,6 +482,37 @@ def test_openai_client_assembles_a_streamed_response(ai: openai.OpenAI) -> None:
     assert [event.sequence_number for event in told] == sorted({event.sequence_number for event in told})
     cut = ai.responses.create(model="chatty", input="hi", max_output_tokens=2)
     assert cut.status == "incomplete" and cut.output_text == "Hello there"
+
+
+def test_reasoning_returns_with_a_client_that_keeps_only_encrypted_content(chat: RunningServer, scripted: Path) -> None:
+    """The AI SDK and LangChain send an earlier reasoning item back only if it has encrypted_content."""
+    asked: dict[str, Any] = {"input": "hi", "chat_template_kwargs": {"enable_thinking": True}}
+    assert "encrypted_content" not in post(chat, "/v1/responses", **asked).json()["output"][0]
+    asked["include"] = ["reasoning.encrypted_content"]
+    item = post(chat, "/v1/responses", **asked).json()["output"][0]
+    told = events(chat, "/v1/responses", **asked)
+    done = next(event["item"] for event in told if event["type"] == "response.output_item.done")
+    sealed, content = item["encrypted_content"], item["content"]
+    assert sealed and done["encrypted_content"] == told[-1]["response"]["output"][0]["encrypted_content"] == sealed
+    model, thought = load_served_model("chatty", scripted, ("chatty",)), content[0]["text"]
+    kept: list[tuple[dict[str, Any], str | None]] = [
+        ({"encrypted_content": sealed}, thought),
+        ({"content": content, "encrypted_content": sealed}, thought),
+        ({"content": content}, thought),
+        ({"encrypted_content": "another server's"}, None),
+    ]
+    for fields, expected in kept:
+        items = [{"type": "reasoning", "id": "rs_1", "summary": [], **fields}, {"role": "assistant", "content": "4"}]
+        talk = responses.to_conversation(model, ResponsesRequest.model_validate({"input": items}))
+        assert talk.messages[0].get("reasoning_content") == expected
+
+
+def test_response_repeats_the_tools_that_the_model_saw(chat: RunningServer) -> None:
+    """Others lose fields that their types require, and a typed client could not read the response."""
+    tools = [{"type": "mcp", "server_label": "x", "server_url": "http://x"}, {"type": "function", **WEATHER}]
+    answer = post(chat, "/v1/responses", input="hi", tools=tools).json()
+    assert [tool["name"] for tool in answer["tools"]] == ["get_weather"]
+    assert answer["outrider"]["notes"][0].startswith("tools: mcp ignored")
 
 
 def test_only_the_last_item_of_a_cut_response_is_incomplete_and_never_a_call(ai: openai.OpenAI) -> None:
