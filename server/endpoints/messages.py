@@ -112,9 +112,7 @@ class CountTokensRequest(schemas.ApiRequest):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: schemas.JsonObject | None = None
-    mcp_servers: Annotated[Any, schemas.unsupported("this server does not call MCP servers; expected client tools")] = (
-        None
-    )
+    mcp_servers: Annotated[Any, schemas.unsupported("MCP servers are not called here; expected client tools")] = None
     output_config: OutputConfig | None = None
     output_format: schemas.JsonObject | None = None
     thread: Annotated[

@@ -116,9 +116,7 @@ class ResponsesRequest(schemas.OpenAIGeneration):
         str | None, schemas.unsupported("responses are not stored; send the whole input", "previous_response_not_found")
     ] = None
     conversation: Annotated[Any, schemas.unsupported("conversations are not stored; send the whole input")] = None
-    background: Annotated[bool | None, schemas.unsupported("responses can't run in the background; leave it out")] = (
-        None
-    )
+    background: Annotated[bool | None, schemas.unsupported("no response runs in the background; leave it out")] = None
     prompt: Annotated[Any, schemas.unsupported("prompts are not stored; send instructions and input")] = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="inputs are never truncated; one that is too long is refused, also with auto"
@@ -299,10 +297,8 @@ class ResponseFormatter(BlockFormatter):
                 content = OutputText(text="", logprobs=[] if self._logprobs is not None else None)
                 return OutputMessage(id=f"msg_{name}", status=state, content=[content])
             case ThinkingPart():
-                sealed = _READABLE if self._seals else None
-                return OutputReasoning(
-                    id=f"rs_{name}", status=state, content=[ReasoningText(text="")], encrypted_content=sealed
-                )
+                sealed, text = _READABLE if self._seals else None, ReasoningText(text="")
+                return OutputReasoning(id=f"rs_{name}", status=state, content=[text], encrypted_content=sealed)
             case ToolCall():
                 call_id = part.id or f"call_{secrets.token_hex(12)}"
                 return OutputCall(id=f"fc_{name}", call_id=call_id, name=part.name, arguments="", status=state)
