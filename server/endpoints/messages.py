@@ -12,6 +12,7 @@ from pydantic import AliasChoices, AliasPath, Field, model_validator
 from starlette.responses import Response
 
 from outrider.orchestrator.pairing.detokenizer import TextStream
+from outrider.protocol.sampling import MAX_COUNT
 from outrider.server import schemas
 from outrider.server.answers.choices import (
     AnswerPlan,
@@ -129,9 +130,9 @@ class CountTokensRequest(schemas.ApiRequest):
 
 
 class MessagesRequest(CountTokensRequest, schemas.Generation):
-    """A conversation to answer in at most `max_tokens`."""
+    """A conversation to answer in at most `max_tokens`; with 0 the prompt is read into the prompt cache."""
 
-    max_tokens: schemas.MaxTokens
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)]
     stop_sequences: schemas.Stops | None = None
     container: schemas.Ignored = None
     inference_geo: schemas.Ignored = None
@@ -371,7 +372,8 @@ async def answer(payload: MessagesRequest, request: Request, context: ContextDep
     """Generates an answer to a conversation."""
     source, form = to_conversation(context.model, payload), get_output_format(payload)
     stops, most = payload.stop_sequences, payload.max_tokens
-    plan = await asyncio.to_thread(plan_answer, context.model, payload, source, form, stops, most)
+    plan = await asyncio.to_thread(plan_answer, context.model, payload, source, form, stops, most or 1)
+    plan.choices[0].finish = "" if most else "length"  # the token after the prompt is ignored
     return await context.respond(request, MessageFormatter(plan), payload.stream)
 
 

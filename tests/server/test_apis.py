@@ -581,6 +581,19 @@ def test_thinking_of_a_message_is_signed_and_counted(chat: RunningServer) -> Non
     assert plain["usage"]["output_tokens_details"] == {"thinking_tokens": 0}
 
 
+def test_message_of_no_tokens_reads_the_prompt_into_the_cache(chat: RunningServer) -> None:
+    talk = [{"role": "user", "content": "A question that is long enough to be kept in the prompt cache. " * 4}]
+    first = post(chat, "/v1/messages", messages=talk, max_tokens=0).json()
+    assert (first["content"], first["stop_reason"]) == ([], "max_tokens")
+    assert first["usage"]["output_tokens"] == 0 == first["usage"]["cache_read_input_tokens"]
+    later = post(chat, "/v1/messages", messages=talk, max_tokens=5).json()
+    assert later["usage"]["cache_read_input_tokens"] > 0.9 * first["usage"]["input_tokens"]
+    told = events(chat, "/v1/messages", messages=talk, max_tokens=0)
+    assert [event["type"] for event in told if event["type"] != "ping"] == [
+        "message_start", "message_delta", "message_stop"
+    ]  # fmt: skip
+
+
 # --- who asks -------------------------------------------------------------------------------------------------------
 
 

@@ -203,6 +203,13 @@ def _(at: Servers) -> None:
     equal((answer["stop_reason"], answer["usage"]["output_tokens"]), ("max_tokens", 4), "the end")
 
 
+@cases.add(ANTHROPIC)
+def _(at: Servers) -> None:
+    """max_tokens of 0 reads the prompt, for the cache, and answers nothing."""
+    answer = ask(at, max_tokens=0)
+    equal((answer["content"], answer["stop_reason"]), ([], "max_tokens"), "the answer")
+
+
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
     """thinking is a block with a signature before the text, and may be sent back."""
