@@ -504,10 +504,11 @@ def test_embeddings_are_refused_with_the_reason(ask: Ask) -> None:
 
 @pytest.mark.parametrize("base", ["/v1", ""])
 def test_an_earlier_response_is_refused_with_the_reason(ask: Ask, base: str) -> None:
-    for path, method in (("", "GET"), ("", "DELETE"), ("/cancel", "POST"), ("/input_items", "GET")):
-        refused = ask(f"{base}/responses/resp_1{path}", method)
+    asked = (("resp_1", "GET"), ("resp_1", "DELETE"), ("resp_1/cancel", "POST"), ("resp_1/input_items", "GET"))
+    for path, method in (*asked, ("compact", "POST")):
+        refused = ask(f"{base}/responses/{path}", method)
         assert refused.status_code == 404
-        assert error_message(refused) == "responses are not stored; send the whole input to /v1/responses"
+        assert error_message(refused) == "responses are not stored or compacted; send the whole input to /v1/responses"
 
 
 def test_the_version_is_returned(ask: Ask) -> None:
