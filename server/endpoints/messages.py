@@ -309,9 +309,8 @@ def _tool_choice(payload: CountTokensRequest) -> ToolSelection:
     choice = payload.tool_choice
     if choice is None:
         return ToolSelection()
-    single = bool(choice.disable_parallel_tool_use)
     if choice.type != "tool":
-        return ToolSelection(_TOOL_CHOICE_KINDS[choice.type], single=single)
+        return ToolSelection(_TOOL_CHOICE_KINDS[choice.type], single=bool(choice.disable_parallel_tool_use))
     if choice.name is None:
         raise Refused("tool_choice: type tool needs the tool's name", "tool_choice")
     return ToolSelection("required", (choice.name,), single=True)
