@@ -108,10 +108,10 @@ class ApiResponse(BaseModel):
 
 
 def unsupported(reason: str, code: str | None = None) -> Any:
-    """Rejects a field that is not empty and would change the answer. `code`: the API's own for such an error."""
+    """Rejects a field that would change the answer; {} sets it, too. `code`: the API's own for such an error."""
 
     def check(given: Any) -> Any:
-        if given:
+        if given not in (None, False, "", []):
             raise PydanticCustomError("unsupported", "{reason}", {"reason": reason, "code": code})
         return given
 

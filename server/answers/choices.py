@@ -342,7 +342,7 @@ def plan_answer(
         Refused, InvalidRequest, ModelError: a value is out of range, the template rejects the conversation, or the
             format or the tools can't be enforced.
     """
-    if isinstance(source, TemplateInput):
+    if is_chat := isinstance(source, TemplateInput):
         prompts, box, thinking = [model.tokenize_conversation(source)], source.box, model.thinking
     else:
         prompts, box, thinking = list(source), Toolbox(), None
@@ -360,13 +360,5 @@ def plan_answer(
             splitter = Splitter(thinking, model.tools, box, prompt.thinking_mode, form is not None, grammar is not None)
             words = TextStream(model.codec.spelling, prompt.tokens, own.stop, model.codec.end_tokens(own))
             choices.append(ChoiceState(len(choices), prompt, own, splitter, words if by_token else None, box.single))
-    return AnswerPlan(
-        model,
-        sum(len(prompt.tokens) for prompt in prompts),
-        choices,
-        isinstance(source, TemplateInput),
-        box,
-        form,
-        speculation,
-        payload.timeout,
-    )
+    prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+    return AnswerPlan(model, prompt_tokens, choices, is_chat, box, form, speculation, payload.timeout)

@@ -208,18 +208,12 @@ class ChatFormatter(CompletionFormatter):
             reasoning_content=choice.thought or None,
             tool_calls=list(map(ToolCallOut.of, choice.calls)) or None,
         )
-        return ChatChoice(
-            index=choice.index,
-            message=message,
-            finish_reason=_REASONS.get(choice.finish, "stop"),
-            **self._extras(choice, choice.chunks),
-        )
+        return ChatChoice(message=message, **self._fields(choice, choice.chunks, choice.finish))
 
     def _format_chunk_choice(
         self, choice: ChoiceState, part: Part | None, chunks: Sequence[Chunk] = (), finish: str | None = None
     ) -> ChunkChoice:
-        reason, delta = _REASONS.get(finish, "stop") if finish is not None else None, self._delta(choice.index, part)
-        return ChunkChoice(index=choice.index, delta=delta, finish_reason=reason, **self._extras(choice, chunks))
+        return ChunkChoice(delta=self._delta(choice.index, part), **self._fields(choice, chunks, finish))
 
     def _delta(self, index: int, part: Part | None) -> Delta:
         match part:
@@ -232,10 +226,13 @@ class ChatFormatter(CompletionFormatter):
                 return Delta(tool_calls=[ToolCallDelta.of(part, index=self._calls[index] - 1)])
         return Delta()
 
-    def _extras(self, choice: ChoiceState, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    def _fields(self, choice: ChoiceState, chunks: Sequence[Chunk], finish: str | None) -> dict[str, Any]:
+        """Returns the fields that whole and streamed choices share."""
+        reason = _REASONS.get(finish, "stop") if finish is not None else None
         placed = self._logprobs[choice.index].format(chunks) if self._logprobs is not None else []
         logprobs = schemas.ChatLogprobs(content=[token.spelled for token in placed]) if placed else None
-        return {"logprobs": logprobs, "speculation": report_speculation(chunks)}
+        speculation = report_speculation(chunks)
+        return {"index": choice.index, "finish_reason": reason, "logprobs": logprobs, "speculation": speculation}
 
 
 def _tool_choice(payload: ConversationRequest) -> ToolSelection:

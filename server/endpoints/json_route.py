@@ -169,12 +169,11 @@ class JsonRoute(APIRoute):
 
 
 def _report_invalid(error: ValidationError) -> Refused:
-    """Reports the first invalid field; of failed union alternatives, the one of the right type that got furthest."""
+    """Reports an unsupported field, else the first invalid one; of a union's, the right type's that got furthest."""
     wrong = error.errors(include_url=False)
-    first = max(wrong, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
-    is_unknown = first["type"] == "extra_forbidden"
+    first = max(wrong, key=lambda e: (e["type"] == "unsupported", not e["type"].endswith("_type"), len(e["loc"])))
     path = [str(part) for part in first["loc"] if _is_field(part)]
-    if is_unknown and not _is_field(first["loc"][-1]):
+    if first["type"] == "extra_forbidden" and not _is_field(first["loc"][-1]):
         path.append(str(first["loc"][-1]))
     reason = _REASONS.get(first["type"], first["msg"])
     code = first.get("ctx", {}).get("code")

@@ -12,6 +12,7 @@ from pydantic import AliasChoices, AliasPath, Field, model_validator
 from starlette.responses import Response
 
 from outrider.orchestrator.pairing.detokenizer import TextStream
+from outrider.protocol.sampling import MAX_COUNT
 from outrider.server import schemas
 from outrider.server.answers.choices import (
     AnswerPlan,
@@ -23,7 +24,7 @@ from outrider.server.answers.choices import (
     plan_answer,
 )
 from outrider.server.answers.formatter import BlockFormatter, event, typed_event
-from outrider.server.answers.usage import build_statistics
+from outrider.server.answers.usage import build_statistics, count_reasoning_tokens
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping import (
     OutputFormat,
@@ -46,6 +47,8 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 _STOP_REASONS: dict[str, StopReason] = {"tool": "tool_use", "length": "max_tokens"}
 _BILLING_LABEL = "x-anthropic-billing-header:"
+_SIGNATURE = "outrider"
+"""Ends every thinking block. Nothing verifies it, but clients don't send thinking without a signature back."""
 _BLOCKS_WITHOUT_TEXT = ("tool_result", "tool_use", "thinking", "redacted_thinking", "tool_addition", "tool_removal")
 _TOOL_CHOICE_KINDS: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -110,9 +113,7 @@ class CountTokensRequest(schemas.ApiRequest):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: schemas.JsonObject | None = None
-    mcp_servers: Annotated[Any, schemas.unsupported("this server does not call MCP servers; expected client tools")] = (
-        None
-    )
+    mcp_servers: Annotated[Any, schemas.unsupported("MCP servers are not called here; expected client tools")] = None
     output_config: OutputConfig | None = None
     output_format: schemas.JsonObject | None = None
     thread: Annotated[
@@ -129,9 +130,9 @@ class CountTokensRequest(schemas.ApiRequest):
 
 
 class MessagesRequest(CountTokensRequest, schemas.Generation):
-    """A conversation to answer in at most `max_tokens`."""
+    """A conversation to answer in at most `max_tokens`; with 0 the prompt is read into the prompt cache."""
 
-    max_tokens: schemas.MaxTokens
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)]
     stop_sequences: schemas.Stops | None = None
     container: schemas.Ignored = None
     inference_geo: schemas.Ignored = None
@@ -145,7 +146,7 @@ class TextBlock(schemas.ApiResponse):
 class ThinkingBlock(schemas.ApiResponse):
     type: Literal["thinking"] = "thinking"
     thinking: str
-    signature: str = ""
+    signature: str
 
 
 class ToolUseBlock(schemas.ApiResponse):
@@ -163,6 +164,7 @@ class MessagesUsage(schemas.ApiResponse):
 
     input_tokens: int
     output_tokens: int
+    output_tokens_details: dict[Literal["thinking_tokens"], int] | None = schemas.omit_if_none()
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
 
@@ -194,22 +196,16 @@ class MessageFormatter(BlockFormatter):
 
     def __init__(self, plan: AnswerPlan) -> None:
         super().__init__(plan)
-        self._id = f"msg_{secrets.token_hex(12)}"
+        self._common: dict[str, Any] = {"id": f"msg_{secrets.token_hex(12)}", "model": plan.model.id}
 
     def format_response(self) -> MessageAnswer:
         (choice,) = self.plan.choices
-        return MessageAnswer(
-            id=self._id,
-            model=self.plan.model.id,
-            content=[_to_block(part) for part in choice.parts],
-            **self._reason(choice),
-            **self._numbers(choice),
-        )
+        content = [_to_block(part) for part in choice.parts]
+        return MessageAnswer(**self._common, content=content, **self._reason(choice), **self._numbers(choice))
 
     def begin(self) -> bytes:
         used = MessagesUsage(input_tokens=self.plan.prompt_tokens, output_tokens=0)
-        begun = MessageAnswer(id=self._id, model=self.plan.model.id, content=[], usage=used)
-        return typed_event("message_start", message=begun)
+        return typed_event("message_start", message=MessageAnswer(**self._common, content=[], usage=used))
 
     def end(self) -> bytes:
         return typed_event("message_stop")
@@ -230,8 +226,8 @@ class MessageFormatter(BlockFormatter):
         return typed_event("content_block_delta", index=self._at, delta=_convert_delta(update.part))
 
     def _format_block_end(self, status: str) -> bytes:
-        """Ends the block. The signature of thinking is empty, because nothing verifies it."""
-        signed = {"type": "signature_delta", "signature": ""}
+        """Ends the block; thinking ends with its signature."""
+        signed = {"type": "signature_delta", "signature": _SIGNATURE}
         signature = self._kind is ThinkingPart and typed_event("content_block_delta", index=self._at, delta=signed)
         return (signature or b"") + typed_event("content_block_stop", index=self._at)
 
@@ -241,8 +237,13 @@ class MessageFormatter(BlockFormatter):
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def _numbers(self, choice: ChoiceState) -> dict[str, Any]:
-        fresh, held = self.plan.prompt_tokens - choice.result.timings.cache_n, choice.result.timings.cache_n
-        used = MessagesUsage(input_tokens=fresh, output_tokens=len(choice.tokens), cache_read_input_tokens=held)
+        held = choice.result.timings.cache_n
+        used = MessagesUsage(
+            input_tokens=self.plan.prompt_tokens - held,
+            output_tokens=len(choice.tokens),
+            output_tokens_details={"thinking_tokens": count_reasoning_tokens(self.plan).reasoning_tokens},
+            cache_read_input_tokens=held,
+        )
         return {"usage": used, **build_statistics([choice])}
 
 
@@ -262,7 +263,7 @@ def _to_block(part: Part, begun: bool = False) -> AnswerBlock:
         case TextPart(text=text):
             return TextBlock(text="" if begun else text)
         case ThinkingPart(text=text):
-            return ThinkingBlock(thinking="" if begun else text)
+            return ThinkingBlock(thinking="" if begun else text, signature="" if begun else _SIGNATURE)
         case ToolCall(name=name, arguments=arguments, id=own):
             given = {} if begun else parse_arguments(arguments)
             return ToolUseBlock(id=own or f"toolu_{secrets.token_hex(12)}", name=name, input=given)
@@ -308,9 +309,8 @@ def _tool_choice(payload: CountTokensRequest) -> ToolSelection:
     choice = payload.tool_choice
     if choice is None:
         return ToolSelection()
-    single = bool(choice.disable_parallel_tool_use)
     if choice.type != "tool":
-        return ToolSelection(_TOOL_CHOICE_KINDS[choice.type], single=single)
+        return ToolSelection(_TOOL_CHOICE_KINDS[choice.type], single=bool(choice.disable_parallel_tool_use))
     if choice.name is None:
         raise Refused("tool_choice: type tool needs the tool's name", "tool_choice")
     return ToolSelection("required", (choice.name,), single=True)
@@ -371,7 +371,8 @@ async def answer(payload: MessagesRequest, request: Request, context: ContextDep
     """Generates an answer to a conversation."""
     source, form = to_conversation(context.model, payload), get_output_format(payload)
     stops, most = payload.stop_sequences, payload.max_tokens
-    plan = await asyncio.to_thread(plan_answer, context.model, payload, source, form, stops, most)
+    plan = await asyncio.to_thread(plan_answer, context.model, payload, source, form, stops, most or 1)
+    plan.choices[0].finish = "" if most else "length"  # the token after the prompt is ignored
     return await context.respond(request, MessageFormatter(plan), payload.stream)
 
 

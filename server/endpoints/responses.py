@@ -52,7 +52,9 @@ from outrider.server.model.tool_format import ToolCall, add_turn
 from outrider.server.problems import Problem, Refused
 from outrider.server.server_context import ContextDependency, json_response
 
-_INCLUDE_LOGPROBS = "message.output_text.logprobs"
+_INCLUDE_LOGPROBS, _INCLUDE_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+_READABLE = "readable:"
+"""Begins `encrypted_content`, before the reasoning. Content without it is another server's, and is left out."""
 _TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
@@ -66,6 +68,7 @@ class Item(schemas.LooseSchema):
     name: str | None = None
     arguments: str | None = None
     output: schemas.Content | None = None
+    encrypted_content: str | None = None
 
 
 class FunctionTool(schemas.LooseSchema):
@@ -106,16 +109,14 @@ class ResponsesRequest(schemas.OpenAIGeneration):
     reasoning: Reasoning | None = None
     chat_template_kwargs: schemas.JsonObject | None = None
     include: Annotated[list[str], schemas.bounded(schemas.MAX_TOOLS)] | None = Field(
-        None, description="message.output_text.logprobs; other values are ignored"
+        None, description=f"{_INCLUDE_LOGPROBS}, {_INCLUDE_REASONING}; other values are ignored"
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     previous_response_id: Annotated[
         str | None, schemas.unsupported("responses are not stored; send the whole input", "previous_response_not_found")
     ] = None
     conversation: Annotated[Any, schemas.unsupported("conversations are not stored; send the whole input")] = None
-    background: Annotated[bool | None, schemas.unsupported("responses can't run in the background; leave it out")] = (
-        None
-    )
+    background: Annotated[bool | None, schemas.unsupported("no response runs in the background; leave it out")] = None
     prompt: Annotated[Any, schemas.unsupported("prompts are not stored; send instructions and input")] = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="inputs are never truncated; one that is too long is refused, also with auto"
@@ -164,6 +165,7 @@ class OutputReasoning(schemas.ApiResponse):
     id: str
     summary: list[schemas.JsonObject] = Field(default_factory=list)
     content: list[ReasoningText]
+    encrypted_content: str | None = schemas.omit_if_none()
     status: str
 
 
@@ -223,6 +225,7 @@ class ResponseFormatter(BlockFormatter):
         self._notes = [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
         formatters = create_logprob_formatters(plan)
         self._logprobs = formatters[0] if formatters is not None else None
+        self._seals = _INCLUDE_REASONING in (payload.include or ())
         self._placed: deque[PlacedToken] = deque()
         self._number = -1
         self._items: list[Output] = []
@@ -237,7 +240,7 @@ class ResponseFormatter(BlockFormatter):
             "temperature": sampling.temp,
             "top_p": sampling.top_p,
             "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
-            "tools": [tool.model_dump() for tool in payload.tools or ()],
+            "tools": [tool.model_dump() for tool in payload.tools or () if tool.type == "function"],
             "metadata": payload.metadata if isinstance(payload.metadata, dict) else {},
         }
 
@@ -245,7 +248,7 @@ class ResponseFormatter(BlockFormatter):
         (choice,) = self.plan.choices
         self._add_logprobs(choice.chunks)
         for part in (parts := choice.parts):
-            self._items.append(_new_item(part, self._logprobs is not None))
+            self._items.append(self._new_item(part))
             self._extend_item(part)
             may_be_cut = part is parts[-1] and not isinstance(part, ToolCall)  # a call that was cut off is left out
             self._items[-1].status = _status(choice) if may_be_cut else "completed"
@@ -286,23 +289,42 @@ class ResponseFormatter(BlockFormatter):
             **build_statistics([choice], [*self._notes, *describe_schema_violations(plan, [choice])]),
         )
 
+    def _new_item(self, part: Part) -> Output:
+        """Returns a new item for a part, without its content."""
+        name, state = secrets.token_hex(12), "in_progress"
+        match part:
+            case TextPart():
+                content = OutputText(text="", logprobs=[] if self._logprobs is not None else None)
+                return OutputMessage(id=f"msg_{name}", status=state, content=[content])
+            case ThinkingPart():
+                sealed, text = _READABLE if self._seals else None, ReasoningText(text="")
+                return OutputReasoning(id=f"rs_{name}", status=state, content=[text], encrypted_content=sealed)
+            case ToolCall():
+                call_id = part.id or f"call_{secrets.token_hex(12)}"
+                return OutputCall(id=f"fc_{name}", call_id=call_id, name=part.name, arguments="", status=state)
+
     def _add_logprobs(self, chunks: Sequence[Chunk]) -> None:
         if self._logprobs is not None:
             self._placed += self._logprobs.format(chunks)
 
-    def _extend_item(self, part: Part) -> list[schemas.ChatTokenLogprob]:
-        """Adds a part to the last item, and returns its log-probabilities."""
-        rows: list[schemas.ChatTokenLogprob] = []
+    def _extend_item(self, part: Part) -> tuple[str, dict[str, Any]]:
+        """Adds a part to the last item, which is of its kind. Returns the kind and the fields of the event for it."""
         match self._items[-1], part:
             case OutputMessage(content=[content]), TextPart(text=text):
                 content.text += text
+                rows = self._logprobs_of(part)
                 if content.logprobs is not None:
-                    content.logprobs += (rows := self._logprobs_of(part))
-            case OutputReasoning(content=[content]), ThinkingPart(text=text):
+                    content.logprobs += rows
+                return "output_text.delta", {"content_index": 0, "delta": text, "logprobs": rows}
+            case OutputReasoning(content=[content]) as item, ThinkingPart(text=text):
                 content.text += text
+                if item.encrypted_content is not None:
+                    item.encrypted_content += text
+                return "reasoning_text.delta", {"content_index": 0, "delta": text}
             case OutputCall() as call, ToolCall(arguments=arguments):
                 call.arguments = arguments
-        return rows
+                return "function_call_arguments.delta", {"delta": arguments}
+        raise TypeError(f"{type(part).__name__} does not belong to the last item")
 
     def _logprobs_of(self, words: TextPart) -> list[schemas.ChatTokenLogprob]:
         """Returns the tokens that end in `words` or, completing no character, begin it. Earlier ones are dropped."""
@@ -313,7 +335,7 @@ class ResponseFormatter(BlockFormatter):
         return found
 
     def _format_block_start(self, part: Part) -> bytes:
-        self._items.append(item := _new_item(part, self._logprobs is not None))
+        self._items.append(item := self._new_item(part))
         added = "response.output_item.added"
         if isinstance(item, OutputCall):
             return self._event(added, output_index=self._at, item=item)
@@ -322,14 +344,8 @@ class ResponseFormatter(BlockFormatter):
 
     def _format_block_delta(self, update: PartUpdate) -> bytes:
         self._add_logprobs(update.chunks)
-        rows = self._extend_item(update.part)
-        match update.part:
-            case TextPart(text=text):
-                return self._item_event("output_text.delta", content_index=0, delta=text, logprobs=rows)
-            case ThinkingPart(text=text):
-                return self._item_event("reasoning_text.delta", content_index=0, delta=text)
-            case ToolCall(arguments=arguments):
-                return self._item_event("function_call_arguments.delta", delta=arguments)
+        kind, fields = self._extend_item(update.part)
+        return self._item_event(kind, **fields)
 
     def _format_block_end(self, status: str) -> bytes:
         item = self._items[-1]
@@ -354,20 +370,6 @@ class ResponseFormatter(BlockFormatter):
 
 def _status(choice: ChoiceState) -> str:
     return "incomplete" if choice.finish == "length" else "completed"
-
-
-def _new_item(part: Part, with_logprobs: bool) -> Output:
-    """Returns a new item for a part, without its content."""
-    name, state = secrets.token_hex(12), "in_progress"
-    match part:
-        case TextPart():
-            content = OutputText(text="", logprobs=[] if with_logprobs else None)
-            return OutputMessage(id=f"msg_{name}", status=state, content=[content])
-        case ThinkingPart():
-            return OutputReasoning(id=f"rs_{name}", status=state, content=[ReasoningText(text="")])
-        case ToolCall():
-            call_id = part.id or f"call_{secrets.token_hex(12)}"
-            return OutputCall(id=f"fc_{name}", call_id=call_id, name=part.name, arguments="", status=state)
 
 
 def logprobs(payload: ResponsesRequest) -> int | None:
@@ -427,7 +429,8 @@ def _convert_items(items: list[Item]) -> list[Message]:
             case "function_call_output":
                 turn = tool_result(join_text(item.output, f"{where}.output", _TEXT_TYPES), item.call_id or "", None)
             case "reasoning":
-                turn = assistant_message("", [], join_text(item.content, f"{where}.content", _TEXT_TYPES))
+                thought = join_text(item.content, f"{where}.content", _TEXT_TYPES)
+                turn = assistant_message("", [], thought or (item.encrypted_content or "").partition(_READABLE)[2])
             case "item_reference":
                 raise Refused(f"{where}: items are not stored; set the client's store to false to send them", where)
             case "message":

@@ -234,6 +234,12 @@ async def embeddings(context: ContextDependency) -> Response:
     )
 
 
+@models_router.api_route("/responses/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+async def stored_response(name: str) -> Response:
+    """Rejects what needs an earlier response, such as reading or cancelling it, and compaction."""
+    raise Refused("responses are not stored or compacted; send the whole input to /v1/responses", status=404)
+
+
 def _describe_model(context: ServerContext, name: str) -> Model:
     made = context.model.loaded_at
     return Model(

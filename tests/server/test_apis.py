@@ -11,6 +11,7 @@ import socket
 import time
 from contextlib import ExitStack
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -20,7 +21,10 @@ from outrider import EndpointError, Grammar, SamplingParams, WorkerError
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import http_process
 from outrider.orchestrator.machine.http_process import HttpListener
+from outrider.server.endpoints import responses
+from outrider.server.endpoints.responses import ResponsesRequest
 from outrider.server.mapping import derive_seed
+from outrider.server.model.served import load_served_model
 from tests.harness.scripted_model import ANSWER, PLAIN, text_of
 from tests.pairwise import matrix
 from tests.server.running_server import STREAMS, TRIES, RunningServer, wait_until_up
@@ -481,6 +485,37 @@ def test_openai_client_assembles_a_streamed_response(ai: openai.OpenAI) -> None:
     assert cut.status == "incomplete" and cut.output_text == "Hello there"
 
 
+def test_reasoning_returns_with_a_client_that_keeps_only_encrypted_content(chat: RunningServer, scripted: Path) -> None:
+    """The AI SDK and LangChain send an earlier reasoning item back only if it has encrypted_content."""
+    asked: dict[str, Any] = {"input": "hi", "chat_template_kwargs": {"enable_thinking": True}}
+    assert "encrypted_content" not in post(chat, "/v1/responses", **asked).json()["output"][0]
+    asked["include"] = ["reasoning.encrypted_content"]
+    item = post(chat, "/v1/responses", **asked).json()["output"][0]
+    received = events(chat, "/v1/responses", **asked)
+    done = next(event["item"] for event in received if event["type"] == "response.output_item.done")
+    sealed, content = item["encrypted_content"], item["content"]
+    assert sealed and done["encrypted_content"] == received[-1]["response"]["output"][0]["encrypted_content"] == sealed
+    model, thought = load_served_model("chatty", scripted, ("chatty",)), content[0]["text"]
+    kept: list[tuple[dict[str, Any], str | None]] = [
+        ({"encrypted_content": sealed}, thought),
+        ({"content": content, "encrypted_content": sealed}, thought),
+        ({"content": content}, thought),
+        ({"encrypted_content": "another server's"}, None),
+    ]
+    for fields, expected in kept:
+        items = [{"type": "reasoning", "id": "rs_1", "summary": [], **fields}, {"role": "assistant", "content": "4"}]
+        talk = responses.to_conversation(model, ResponsesRequest.model_validate({"input": items}))
+        assert talk.messages[0].get("reasoning_content") == expected
+
+
+def test_response_repeats_the_tools_that_the_model_saw(chat: RunningServer) -> None:
+    """Others lose fields that their types require, and a typed client could not read the response."""
+    tools = [{"type": "mcp", "server_label": "x", "server_url": "http://x"}, {"type": "function", **WEATHER}]
+    answer = post(chat, "/v1/responses", input="hi", tools=tools).json()
+    assert [tool["name"] for tool in answer["tools"]] == ["get_weather"]
+    assert answer["outrider"]["notes"][0].startswith("tools: mcp ignored")
+
+
 def test_only_the_last_item_of_a_cut_response_is_incomplete_and_never_a_call(ai: openai.OpenAI) -> None:
     """A call that was cut off is left out."""
     tool: Any = {"type": "function", "strict": False, **WEATHER}
@@ -532,6 +567,34 @@ def test_messages_api_returns_thinking_as_a_separate_block(claude: anthropic.Ant
     assert [block.type for block in final.content] == ["thinking", "text"]
 
 
+def test_thinking_of_a_message_is_signed_and_counted(chat: RunningServer) -> None:
+    """Strands, LangChain and others leave thinking without a signature out of the next request."""
+    asked: dict[str, Any] = {"messages": HELLO, "max_tokens": 40, "thinking": {"type": "adaptive"}}
+    whole, received = post(chat, "/v1/messages", **asked).json(), events(chat, "/v1/messages", **asked)
+    assert whole["content"][0]["signature"]
+    begun = next(event["content_block"] for event in received if event["type"] == "content_block_start")
+    deltas = [event["delta"] for event in received if event["type"] == "content_block_delta" and event["index"] == 0]
+    assert begun["signature"] == "" and deltas[-1]["signature"] == whole["content"][0]["signature"]
+    end = next(event for event in received if event["type"] == "message_delta")
+    for usage in (whole["usage"], end["usage"]):
+        assert usage["output_tokens_details"] == {"thinking_tokens": 4} and usage["output_tokens"] == 7
+    plain = post(chat, "/v1/messages", messages=HELLO, max_tokens=40).json()
+    assert plain["usage"]["output_tokens_details"] == {"thinking_tokens": 0}
+
+
+def test_message_of_no_tokens_reads_the_prompt_into_the_cache(chat: RunningServer) -> None:
+    talk = [{"role": "user", "content": "A question that is long enough to be kept in the prompt cache. " * 4}]
+    first = post(chat, "/v1/messages", messages=talk, max_tokens=0).json()
+    assert (first["content"], first["stop_reason"]) == ([], "max_tokens")
+    assert first["usage"]["output_tokens"] == 0 == first["usage"]["cache_read_input_tokens"]
+    later = post(chat, "/v1/messages", messages=talk, max_tokens=5).json()
+    assert later["usage"]["cache_read_input_tokens"] > 0.9 * first["usage"]["input_tokens"]
+    received = events(chat, "/v1/messages", messages=talk, max_tokens=0)
+    assert [event["type"] for event in received if event["type"] != "ping"] == [
+        "message_start", "message_delta", "message_stop"
+    ]  # fmt: skip
+
+
 # --- clients that disconnect, read nothing, or send too much --------------------------------------------------------
 
 
@@ -564,6 +627,7 @@ def test_answer_that_exceeds_its_timeout_fails_with_504(chat: RunningServer, pat
         asked["max_output_tokens"] = asked.pop("max_tokens")
     late = post(chat, path, **asked)
     assert late.status_code == 504 and "not complete after 0.2 s" in late.json()["error"]["message"]
+    assert late.headers["x-should-retry"] == "false"  # otherwise OpenAI's and Anthropic's clients send it twice more
     received: list[Any] = []
     while not received:  # on a busy machine a stream may not have begun by then, and fails as a whole
         received = events(chat, path, **asked)

@@ -252,6 +252,7 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         (CHAT, {**CHAT_BODY, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {**CHAT_BODY, "tools": [TOOL], "response_format": schema(False)}, "Unsatisfiable"),
         (CHAT, {**CHAT_BODY, "tools": [TOOL, TOOL]}, "two have the same name"),
+        (CHAT, {**CHAT_BODY, "web_search_options": {}}, "web search is not supported"),
         (TEXT, {"prompt": "x", "logprobs": 1, "echo": True, "stream": True}, "can't be streamed"),
         (CHAT, {**CHAT_BODY, "continue_final_message": True}, "not the assistant's"),
         (CHAT, {**CHAT_BODY, "messages": [{"role": "user", "content": "hi", "prefix": True}]}, "not the assistant's"),
@@ -265,6 +266,9 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
         (TEXT, {"prompt": ["x"] * 100, "n": 2}, "100 prompts"),
         (RESPOND, {"input": "x", "previous_response_id": "resp_1"}, "responses are not stored"),
+        (RESPOND, {"previous_response_id": "resp_1"}, "responses are not stored"),
+        (RESPOND, {"prompt": {"id": "pmpt_1"}}, "prompts are not stored"),
+        (RESPOND, {"input": "x", "background": True}, "no response runs in the background"),
         (RESPOND, {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format: the schema is missing"),
         (RESPOND, {"input": "x", "text": {"format": {"type": "json_schema", "schema": False}}}, "Unsatisfiable"),
         (RESPOND, {"input": "x", "top_logprobs": 2}, "top_logprobs"),
@@ -278,6 +282,11 @@ def test_invalid_field_is_refused_by_chat_and_completions(
             CLAUDE,
             {**CHAT_BODY, "max_tokens": 5, "tools": [{"type": "bash_20250124", "name": "bash"}]},
             "tools: bash_20250124 has no schema here; expected tools with an input_schema",
+        ),
+        (
+            CLAUDE,
+            {**CHAT_BODY, "max_tokens": 5, "mcp_servers": [{"name": "m"}], "tools": [{"type": "mcp_toolset"}]},
+            "mcp_servers: MCP servers are not called here",
         ),
         (CLAUDE, {**CHAT_BODY, "max_tokens": 5, "tools": [{"name": "f"}, {"name": "f"}]}, "two have the same name"),
         (CLAUDE, {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5}, "'image'"),
@@ -344,7 +353,7 @@ def test_harmless_fields_are_accepted(ask: Ask) -> None:
     """The request is valid: it fails only because no orchestrator runs."""
     more = {"user": "u", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "logprobs": False}
     assert ask(CHAT, json={**CHAT_BODY, **more, "response_format": {"type": "text"}}).status_code == 503
-    assert ask(CHAT, json={**CHAT_BODY, "functions": [], "audio": None, "web_search_options": {}}).status_code == 503
+    assert ask(CHAT, json={**CHAT_BODY, "functions": [], "audio": None, "function_call": ""}).status_code == 503
     stored = {"store": True, "include": ["x"], "metadata": {}, "max_tool_calls": 1}
     assert ask(RESPOND, json={"input": "x", **stored}).status_code == 503
     cached = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
@@ -491,6 +500,15 @@ def test_embeddings_are_refused_with_the_reason(ask: Ask) -> None:
         refused = ask(path, json={"model": "chatty", "input": "x"})
         assert refused.status_code == 404
         assert "embeddings are not supported: chatty generates text" in error_message(refused)
+
+
+@pytest.mark.parametrize("base", ["/v1", ""])
+def test_an_earlier_response_is_refused_with_the_reason(ask: Ask, base: str) -> None:
+    asked = (("resp_1", "GET"), ("resp_1", "DELETE"), ("resp_1/cancel", "POST"), ("resp_1/input_items", "GET"))
+    for path, method in (*asked, ("compact", "POST")):
+        refused = ask(f"{base}/responses/{path}", method)
+        assert refused.status_code == 404
+        assert error_message(refused) == "responses are not stored or compacted; send the whole input to /v1/responses"
 
 
 def test_the_version_is_returned(ask: Ask) -> None:

@@ -205,12 +205,19 @@ def _(at: Servers) -> None:
     equal((answer["stop_reason"], answer["usage"]["output_tokens"]), ("max_tokens", 4), "the end")
 
 
+@cases.add(ANTHROPIC)
+def _(at: Servers) -> None:
+    """max_tokens of 0 reads the prompt, for the cache, and answers nothing."""
+    answer = ask(at, max_tokens=0)
+    equal((answer["content"], answer["stop_reason"]), ([], "max_tokens"), "the answer")
+
+
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
     """thinking is a block with a signature before the text, and may be sent back."""
     answer = ask(at, thinking={"type": "enabled", "budget_tokens": 1024})
     equal([block["type"] for block in answer["content"]], ["thinking", "text"], "the blocks")
-    expect("signature" in answer["content"][0], "there is no signature")
+    expect(answer["content"][0]["signature"], "there is no signature")
     again = [*HELLO, {"role": "assistant", "content": answer["content"]}, *HELLO]
     redacted = {
         "role": "assistant",

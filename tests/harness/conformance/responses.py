@@ -115,6 +115,16 @@ def _(at: Servers) -> None:
     equal([item["type"] for item in answer["output"]], ["reasoning", "message"], "the items")
 
 
+@cases.add(OPENAI)
+def _(at: Servers) -> None:
+    """reasoning.encrypted_content returns reasoning that a client may send back without its text."""
+    asked = {"input": "hi", "chat_template_kwargs": THINKS, "include": ["reasoning.encrypted_content"]}
+    item = at.chat.json(RESPONSES, **asked)["output"][0]
+    expect(item["type"] == "reasoning" and item["encrypted_content"], f"the item is {item}")
+    back = {"type": "reasoning", "id": item["id"], "summary": [], "encrypted_content": item["encrypted_content"]}
+    equal(text(at.chat.json(RESPONSES, input=[message("user", "hi"), back, message("user", "hi")])), GREETING, "it")
+
+
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """Usage has the number of thinking tokens, streamed or not."""
