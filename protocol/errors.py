@@ -20,8 +20,8 @@ class OutriderError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        """Returns the message; what is not Unicode, as in some paths, is escaped, since messages are sent as UTF-8."""
-        return super().__str__().encode(errors="backslashreplace").decode()
+        """Returns the message. What can't be printed or sent, such as parts of names in files, is escaped."""
+        return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in super().__str__())
 
 
 class InvalidRequest(OutriderError):

@@ -111,22 +111,22 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers invalid HTTP with a JSON error, or closes the connection if a response has started."""
-        too_long = len(self.conn.trailing_data[0]) > (self.config.h11_max_incomplete_event_size or 0)
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()
-        elif too_long:
-            self._reject(Problem("the request's headers are too long", status=431))
-        else:
-            self._reject(Problem("this is not a valid HTTP request; expected HTTP/1.1"))
+        is_too_long = len(self.conn.trailing_data[0]) > (self.config.h11_max_incomplete_event_size or 0)
+        too_long = Problem("the request's headers are too long", status=431)
+        self._reject(too_long if is_too_long else Problem("this is not a valid HTTP request; expected HTTP/1.1"))
 
     def _reject(self, problem: Problem) -> None:
-        is_known = self.conn.our_state is h11.SEND_RESPONSE
-        name = fresh_id()
-        answer = problem.response(dict(self.scope) if is_known else {"headers": []}, name)
-        headers = [*answer.raw_headers, (b"x-request-id", name.encode()), (b"connection", b"close")]
-        start = h11.Response(status_code=problem.status, headers=headers)
-        for event in (start, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        """Answers unless a response has started, and closes the connection. The application's own answer is dropped."""
+        is_known, name = self.conn.our_state is h11.SEND_RESPONSE, fresh_id()
+        if is_known or self.conn.our_state is h11.IDLE:
+            answer = problem.response(dict(self.scope) if is_known else {"headers": []}, name)
+            headers = [*answer.raw_headers, (b"x-request-id", name.encode()), (b"connection", b"close")]
+            start = h11.Response(status_code=problem.status, headers=headers)
+            body = b"" if is_known and self.scope["method"] == "HEAD" else bytes(answer.body)
+            for event in (start, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:
+            self.cycle.disconnected = True
         self.transport.close()
 
     def _start_header_timer(self) -> None:

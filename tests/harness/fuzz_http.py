@@ -18,6 +18,7 @@ import argparse
 import json
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ from tools.web.site import Site, run_site
 GROWTH = 1.05
 CONTEXT_LENGTH = 192
 TIMEOUT_S = 30
-CACHE_WORDS = 12_000
+CACHE_WORDS, WORDS_PER_REQUEST = 12_000, 200
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -98,12 +99,20 @@ def fuzz(url: str, folder: Path, seed: int, each: int, phases: str) -> list[str]
     return [f"seed {seed}: {ended.stdout}{ended.stderr}"]
 
 
+def tokenizer_cache_texts() -> Iterator[str]:
+    """Yields texts of `CACHE_WORDS` different words in all, none of which is too long for a context of
+    `CONTEXT_LENGTH` tokens."""
+    for first in range(0, CACHE_WORDS, WORDS_PER_REQUEST):
+        yield END.join(f"a word of its own: {number}" for number in range(first, first + WORDS_PER_REQUEST))
+
+
 def fill_tokenizer_cache(url: str) -> None:
     """Fills the tokenizer's cache of 10,000 words, so that it does not count as growth."""
-    words = END.join(f"a word of its own: {number}" for number in range(CACHE_WORDS))
-    request = Request(f"{url}/tokenize", json.dumps({"content": words}).encode(), {"content-type": "application/json"})
-    with urlopen(request, timeout=TIMEOUT_S) as answer:
-        answer.read()
+    for words in tokenizer_cache_texts():
+        body = json.dumps({"content": words}).encode()
+        request = Request(f"{url}/tokenize", body, {"content-type": "application/json"})
+        with urlopen(request, timeout=TIMEOUT_S) as answer:
+            answer.read()
 
 
 def statuses(site: Site) -> Counter[str]:

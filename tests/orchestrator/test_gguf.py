@@ -544,6 +544,7 @@ def test_non_gguf_files_are_refused(tmp_path):
         ({"without": "llama.embedding_length"}, "has no llama.embedding_length in its metadata"),
         ({"without": "blk.1.ffn_up.weight"}, "has no tensor blk.1.ffn_up.weight, which llama models have"),
         ({"tensors": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}}, "has the tensor blk.0.attn_sinks.weight"),
+        ({"tensors": {"blk.0.\x1b[2J.weight": np.ones(4, np.float32)}}, r"has the tensor blk.0.\x1b[2J.weight"),
         ({"metadata": {"llama.expert_count": 8}}, "is a mixture of experts"),
         ({"metadata": {"split.count": 3}}, "is one of several parts"),
         ({"metadata": {"general.type": "adapter"}}, "is of the type 'adapter'; expected the file of a whole model"),

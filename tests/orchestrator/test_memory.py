@@ -115,6 +115,7 @@ def test_changed_tuning_file_discards_the_learned_rates(tmp_path: Path) -> None:
         '{"format": 1}',
         '{"format": 2, "tunings": [{}]}',
         "\0\xff",
+        '{"format": 2, "x": ' + "[" * 100_000,
         '{"format": 2, "tunings": [{"choices": [3]}]}',
     ],
 )
@@ -126,7 +127,7 @@ def test_damaged_policy_file_is_ignored(tmp_path: Path, content: str, caplog: py
     assert PolicyStore(path, 0).read(NONE) == (RECORD,)
 
 
-@pytest.mark.parametrize("word", ["1e999", "NaN", "Infinity", "-3.0", '"x"', "null"])
+@pytest.mark.parametrize("word", ["1e999", "1e300", "NaN", "Infinity", "-3.0", '"x"', "null"])
 def test_policy_file_with_an_invalid_number_is_ignored(tmp_path: Path, word: str) -> None:
     path = tmp_path / "memory.json"
     PolicyStore(path, 0).write((RECORD,), 0)

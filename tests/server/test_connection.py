@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import resource
 import shutil
@@ -146,6 +147,19 @@ def test_invalid_http_is_refused_in_the_apis_error_format(address: tuple[str, in
     error_body = json.loads(body)
     assert status(answer) == code and b"connection: close" in headers.lower() and b"x-request-id" in headers.lower()
     assert error_body["error"]["message"] and (error_body.get("type") == "error") == (CLAUDE.encode() in sent)
+
+
+@pytest.mark.parametrize("method", [b"POST", b"HEAD"])
+def test_an_invalid_body_of_a_request_that_is_refused_for_its_method_is_answered_once(
+    address: tuple[str, int], caplog: pytest.LogCaptureFixture, method: bytes
+) -> None:
+    path = b"/health" if method == b"POST" else b"/v1/completions"
+    asked = method + b" " + path + b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+    answer = response_to(address, asked)
+    assert status(answer) == 400 and answer.count(b"x-request-id") == 1
+    assert answer.endswith(b"\r\n\r\n") == (method == b"HEAD")
+    assert status(response_to(address, b"GET /health HTTP/1.0\r\n\r\n")) == 200
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def test_chunked_request_body_is_read(address: tuple[str, int]) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 
-from tests.harness.fuzz_http import fuzz
-from tests.harness.scripted_model import ENDLESS
+from outrider.server.model.served import load_served_model
+from tests.harness.fuzz_http import CONTEXT_LENGTH, fuzz, tokenizer_cache_texts, with_context
+from tests.harness.scripted_model import ENDLESS, write_scripted
 from tests.server.running_server import RunningServer, serving
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -83,3 +84,10 @@ def test_fuzzing_by_the_openapi_schema_finds_no_failure(chat: RunningServer, scr
     """A short form of `python -m tests.harness.fuzz_http`. Endless texts are cancelled soon."""
     with serving(chat.client.endpoint, scripted, tmp_path, request_timeout=1) as server:
         assert fuzz(server.url, tmp_path, seed=1, each=1, phases="fuzzing") == []
+
+
+def test_the_fuzzer_fills_the_tokenizer_cache_with_texts_that_are_not_too_long(tmp_path: Path) -> None:
+    folder = with_context(write_scripted(tmp_path / "model"), CONTEXT_LENGTH)
+    model = load_served_model(str(folder), folder, ())
+    counts = [len(model.encode(text, special=True)) for text in tokenizer_cache_texts()]
+    assert sum(counts) > 10_000

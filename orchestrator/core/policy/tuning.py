@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -34,10 +33,11 @@ from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
+MAX_MEASUREMENT = 1e9  # milliseconds: 12 days; sums and products of larger numbers could overflow
 
-Time = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
+Time = Annotated[float, Meta(ge=0.0, le=MAX_MEASUREMENT)]
 """Milliseconds, or another number that is not negative."""
-ForwardTime = Annotated[float, Meta(ge=1e-3, le=sys.float_info.max)]
+ForwardTime = Annotated[float, Meta(ge=1e-3, le=MAX_MEASUREMENT)]
 TimesByCount = tuple[tuple[Annotated[int, Meta(ge=1)], ForwardTime], ...]
 WRITE_INTERVAL_SECONDS = 60
 
@@ -171,7 +171,7 @@ def load(path: Path, after: str | None = None) -> tuple[Tuning, ...]:
         file = msgspec.json.decode(path.read_bytes(), type=TuningFile)
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         log.warning("ignoring %s: %s", path, error)
         return ()
     return file.tunings if file.format == FORMAT_VERSION and after in (None, file.after) else ()
