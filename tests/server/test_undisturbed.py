@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from outrider.server.model.served import load_served_model
-from tests.harness.fuzz_http import CONTEXT_LENGTH, fuzz, tokenizer_cache_texts, with_context
+from tests.harness.fuzz_http import CONTEXT_LENGTH, fuzz, set_context_length, tokenizer_cache_texts
 from tests.harness.scripted_model import ENDLESS, write_scripted
 from tests.server.running_server import RunningServer, serving
 
@@ -87,7 +87,7 @@ def test_fuzzing_by_the_openapi_schema_finds_no_failure(chat: RunningServer, scr
 
 
 def test_the_fuzzer_fills_the_tokenizer_cache_with_texts_that_are_not_too_long(tmp_path: Path) -> None:
-    folder = with_context(write_scripted(tmp_path / "model"), CONTEXT_LENGTH)
+    folder = set_context_length(write_scripted(tmp_path / "model"), CONTEXT_LENGTH)
     model = load_served_model(str(folder), folder, ())
     counts = [len(model.encode(text, special=True)) for text in tokenizer_cache_texts()]
     assert sum(counts) > 10_000
