@@ -156,7 +156,7 @@ class Planner:
             # A late branch counts too: the proposer decides whether it is worth a wait.
             estimates.observe_lookup(proposal.lookup.found, ended.covered)
         if proposal.autonomous and not proposal.draft:
-            # Mode `ar` leaves the drafters their core. 0: two outcomes arrived together.
+            # Mode `ar` leaves the drafters their core.
             if round_ms > 0 and (request.admit.mode == "auto" or not estimates.may_use_all_cores):
                 estimates.pipelined_ms.add(max(outcome.rows, 1), round_ms)
         elif ended.plan.mode != "ar":

@@ -29,7 +29,7 @@ def test_shared_forward_counts_once_and_prompt_reading_not_at_all() -> None:
         scheduler.begin(Admit(name, (1, 2, 3), SamplingParams(max_tokens=50), "ar", frozenset()), 0)
     for number, (begun, ended) in enumerate(((0, 4), (5, 7), (8, 11))):
         work = Span(begun * ms, ended * ms)
-        told = [Outcome(name, 0, number, 3 + number, 0, 5, work, next_proposal=DraftTokens()) for name in ("a", "b")]
+        told = [Outcome(name, 0, number, 3 + number, 0, 5, work, ms, DraftTokens()) for name in ("a", "b")]
         scheduler.handle([("target-0", one) for one in told], ended * ms)
     lasted, verified = scheduler.metrics.rounds.snapshot(), scheduler.metrics.verifies.snapshot()
     assert (sum(lasted.counts), round(1000 * lasted.seconds)) == (4, 2 * (3 + 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections import Counter
 from functools import cache
 from itertools import count
@@ -16,7 +17,7 @@ from outrider.orchestrator.core.next_round import MAX_WAIT_MS
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.request import Request, SettledRound
-from outrider.orchestrator.events import Admit, Committed
+from outrider.orchestrator.events import Admit, Committed, RequestEnded
 from outrider.protocol.clock import MILLISECOND_NS, OUTCOME_TIMEOUT_NS
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import (
@@ -42,7 +43,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 from tests.covering import matrix
 from tests.harness.settings import round_settings
-from tests.orchestrator.cluster_in_process import Cluster, Script
+from tests.orchestrator.cluster_in_process import TURN_NS, Cluster, Script
 from tests.system.links import intercept
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
@@ -259,11 +260,27 @@ def test_plain_decoding_needs_no_messages_until_a_trial() -> None:
     assert plain.generated == list(text[10:110])
     assert len([message for message in plain.sent_to_target if isinstance(message, Verify)]) == 1
 
-    trying = Cluster(text, script(text))
+    trying = Cluster(text, script(text, (0.1,), (0.1,)))
     trying.run(PROMPT, 300, "auto")
     halts = [message for message in trying.sent_to_target if isinstance(message, Halt)]
     plain_runs = [message for message in trying.sent_to_target if isinstance(message, Verify) and message.autonomous]
     assert trying.generated == list(text[10:310]) and 0 < len(halts) <= len(plain_runs)
+
+
+def test_rounds_that_are_handled_together_count_with_their_own_times() -> None:
+    """A target that continues by itself may end two rounds before the orchestrator runs again."""
+    text = random_text(11)
+    cluster = Cluster(text, None, ngrams=False)
+    cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=201), "auto", frozenset()), 0)
+    cluster._turn()
+    cluster._turn()
+    for now_ns in range(2 * TURN_NS, 202 * TURN_NS, 2 * TURN_NS):
+        ended = [outcome for _ in range(2) if (outcome := cluster.target.step()) is not None]
+        cluster.rounds.handle([("target-0", outcome) for outcome in ended], now_ns)
+    rounds = cluster.rounds.metrics.rounds.snapshot()
+    assert cluster.generated == list(text[10:211]) and rounds.counts[bisect_left(rounds.bounds, 0.01)] >= 199
+    (note,) = next(event.notes for event in cluster.told if isinstance(event, RequestEnded))
+    assert "measured (100 tokens/s)" in note
 
 
 def test_target_uses_all_cores_in_auto_only() -> None:

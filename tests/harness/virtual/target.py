@@ -42,7 +42,6 @@ class Playing:
     autonomous: bool = False
     over: bool = False
     answered_ns: int = 0
-    idle_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,6 @@ class PacedTarget:
                 playing.autonomous = False
             case Verify() if playing:
                 playing.next, playing.autonomous = message, message.autonomous
-                playing.idle_ns = self._world.now_ns() - playing.answered_ns
                 self._begin()
 
     def end(self) -> None:
@@ -172,7 +170,7 @@ class PacedTarget:
             if playing.over:
                 continue
             outcome = self._outcome(playing, verify, flight.all_rows, work)
-            playing.next, playing.idle_ns = None, 0
+            playing.next = None
             playing.length = outcome.base_len + outcome.accepted + 1
             self._say(playing, outcome)
             if outcome.next_proposal is not None:
@@ -205,7 +203,7 @@ class PacedTarget:
             len(nodes),
             bonus,
             work,
-            playing.idle_ns,
+            work.started_ns - playing.answered_ns,
             next_proposal,
             rows,
             path=path_of(nodes),
