@@ -86,9 +86,7 @@ class Proposer:
         tail = self._best_tail(request)
         if only_ngrams:
             return propose_copy(tail.tokens) if tail.tokens or self.full_depth else PLAIN_DECODING
-        if not self._is_reproducible(request) and not should_draft(
-            self.estimates, tail, request.max_draft_tokens, drafter
-        ):
+        if not should_draft(self.estimates, tail, request.max_draft_tokens, drafter):
             return propose_copy(tail.tokens)
         if drafter:
             copy = self._copy_for_tree(request)
@@ -136,7 +134,9 @@ class Proposer:
         return max(map(abs, changes), default=0.0) <= MAX_COST_CHANGE
 
     def _best_tail(self, request: Request) -> CopiedTail:
-        """Returns the part of a copy after the committed text that is worth its rows."""
+        """Returns the part of a copy after the committed text that is worth its rows, if estimates may decide that."""
+        if self._is_reproducible(request):
+            return CopiedTail()
         return best_tail(self.estimates, longest_copy(request.sequence.ngrams, request.max_chain_tokens))
 
     def branch(self, request: Request, cached: CachedBranch, committed: tuple[int, ...] = ()) -> Proposal:
@@ -150,10 +150,10 @@ class Proposer:
         return self._complete_chain(request, chain, source)
 
     def after_wait(self, request: Request) -> Proposal:
-        """Returns the proposal after a wait: its branch, as deep as it is, or an empty chain."""
+        """Returns the proposal after a wait: its branch, as deep as it is, or a copy."""
         wait = request.round.wait
         cached = request.draft.cache.lookup(wait.outcome) if wait and wait.outcome else None
-        return self.branch(request, cached) if cached else Proposal()
+        return self.branch(request, cached) if cached else propose_copy(self._best_tail(request).tokens)
 
     def _complete_chain(
         self,
