@@ -101,7 +101,7 @@ class Proposer:
         source = Origin.HEAD if self.estimates.in_process[drafter].is_head else Origin.DRAFTED
         min_prob = min_alternative_prob(self.estimates, request.takes_trees)
         draft = InProcess(depth or request.plan.depth, drafter, min_prob)
-        return replace(beside, source=source, draft=draft, drafter=drafter, by=beside.token_origins)
+        return replace(beside, source=source, draft=draft, drafter=drafter, by=beside.token_origins, offered=())
 
     def _propose_ngrams(self) -> Proposal:
         """Returns the proposal of n-grams that the target looks up by itself, round after round."""
@@ -168,7 +168,7 @@ class Proposer:
         max_chain_tokens, is_residual = request.max_chain_tokens - len(committed), request.admit.sampling.is_residual
         chain = drafted.chain[: max(min(request.plan.depth, max_chain_tokens), 0)]
         q = drafted.q.part(0, len(chain)) if drafted.q is not None and is_residual else None
-        proposal = Proposal(chain, source, lookup, q=q, drafter=drafted.drafter, offered=len(chain))
+        proposal = Proposal(chain, source, lookup, q=q, drafter=drafted.drafter, offered=chain)
         if self.full_depth or is_residual:
             return proposal
         ngrams, odds = request.sequence.ngrams, drafted.odds[: len(chain)]

@@ -150,7 +150,8 @@ class Planner:
         self._observe_copy(ended)
         if ended.read:
             return
-        proposal, estimates, round_ms = ended.proposal, self.estimates, ended.took_ns / MILLISECOND_NS
+        proposal, estimates = ended.proposal, self.estimates
+        round_ms = outcome.idle_ns / MILLISECOND_NS + outcome.work.milliseconds  # since the outcome before
         estimates.observe_round(len(kept), round_ms)
         if proposal.lookup is not Lookup.NONE:
             # A late branch counts too: the proposer decides whether it is worth a wait.
@@ -164,12 +165,12 @@ class Planner:
                 self._forward_ns, rows = outcome.work.ended_ns, len(proposal.chain) + 1
                 all_cores = request.admit.mode == "auto" and ended.plan.leaves_drafters_idle(estimates.active)
                 estimates.observe_verify(max(outcome.rows, rows), outcome.work.milliseconds, rows, all_cores)
-            accepted, drafted = proposal.count_on_chain(ended.nodes), max(len(proposal.drafter_nodes), proposal.offered)
+            accepted, drafted = proposal.count_on_chain(ended.nodes), len(proposal.offered or proposal.drafter_nodes)
             if self._learns_text_kind(request):
                 drafter = proposal.drafter if proposal.draft else ""
                 self.profiles.observe(request.planning.text, drafter, drafted, accepted)
             if not proposal.draft:
-                estimates.observe_chain(drafted, accepted, len(proposal.drafter_nodes))
+                estimates.observe_chain(drafted, accepted, min(len(proposal.chain), drafted))
             elif proposal.drafter != NGRAM and proposal.chain and outcome.drafted is not None:
                 drafting_ms = outcome.drafted.span.milliseconds
                 estimates.in_process[proposal.drafter].observe(len(proposal.drafter_nodes), accepted, drafting_ms)

@@ -281,9 +281,9 @@ class Scheduler:
         if round_.reads:
             self._remote_prefills.forget(request)
         kept, reason = request.truncate_at_end([*(proposal.chain[node] for node in nodes), outcome.bonus])
-        took_ns, was_suspect = outcome.work.duration_ns + outcome.idle_ns, sequence.deaths >= SUSPECT_AFTER_DEATHS
+        was_suspect = sequence.deaths >= SUSPECT_AFTER_DEATHS
         settled = SettledRound(
-            request, round_.number, request.plan, proposal, round_.reads, outcome, nodes, tuple(kept), took_ns, reason,
+            request, round_.number, request.plan, proposal, round_.reads, outcome, nodes, tuple(kept), reason,
             round_.decided, round_.waited, round_.covered,
         )  # fmt: skip
         sequence.append(kept, now_ns)

@@ -13,4 +13,4 @@ def settled(
     """A round of no request, with so many tokens that count."""
     nodes = proposal.nodes(outcome) or ()
     kept_tokens = (0,) * kept
-    return SettledRound(None, number, None, proposal, False, outcome, nodes, kept_tokens, 0, None, decided, waited)  # type: ignore[arg-type]
+    return SettledRound(None, number, None, proposal, False, outcome, nodes, kept_tokens, None, decided, waited)  # type: ignore[arg-type]

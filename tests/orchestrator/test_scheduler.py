@@ -295,6 +295,15 @@ def test_target_uses_all_cores_in_auto_only() -> None:
     assert not any(isinstance(message, Verify) and message.all_cores for message in plain.sent_to_target)
 
 
+def test_drafts_that_copies_replace_are_judged_by_the_text() -> None:
+    """In a text that repeats itself, copies are verified in place of most drafts, which are as good as in any other."""
+    text = PROMPT + random_text(3, 40)[10:] * 10
+    cluster = Cluster(text, script(text, (0.6,), (0.6,)))
+    ended = cluster.run(PROMPT, 300)
+    drafted = cluster.rounds._planner.estimates.drafted
+    assert ended.timings.ngram_chains > ended.timings.rounds / 4 and 0.45 < drafted.rate(0) < 0.75
+
+
 @pytest.mark.parametrize("all_cores", [True, False])
 def test_mode_ar_shows_no_time_of_a_target_on_all_cores(all_cores: bool) -> None:
     text = random_text(11)
