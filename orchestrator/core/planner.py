@@ -177,7 +177,7 @@ class Planner:
         if proposal.lookup is Lookup.HIT:
             estimates.observe_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
-            self._policy_of(request).observe_round(ended.plan, len(kept), round_ms)
+            self._policy_of(request).observe_round(ended.plan, len(kept), round_ms, proposal.lookup.found)
 
     def _learns_text_kind(self, request: Request) -> bool:
         """Whether its rounds show the kind of its text: in `auto`, while it runs alone."""
@@ -257,9 +257,8 @@ class Planner:
         if key not in self._policies:
             copies = self._settings.ngrams and not sources.others
             modes = ("ar", "sd", "ssd") if sources.workers else ("ar", "sd") if copies else ("ar",)
-            fixed = admit.branches is not None
-            branches = self._max_branches(admit, sources.workers)
-            policy = Policy(self.estimates, modes, self._max_depth(admit), branches, fixed, sources.others)
+            most = self._max_depth(admit), self._max_branches(admit, sources.workers)
+            policy = Policy(self.estimates, modes, *most, admit.branches is not None, sources.others)
             policy.set_load(self.estimates.active, self._is_reading_prompt)
             for records in (self._tunings, self._stored) if sources.workers or sources.others else ():
                 record = nearest_record(records, admit.sampling.temp)

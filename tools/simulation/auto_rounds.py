@@ -213,7 +213,7 @@ class Server:
             self._record_round(text, step, plan, round_ms, verify_ms, count)
             policy.odds = text.profile.odds if count == 1 else policy.odds
             if text.rounds > 1:
-                policy.observe_round(plan, step.kept, round_ms)
+                policy.observe_round(plan, step.kept, round_ms, step.proposal.lookup.found)
         self._last = plan
         return round_ms
 
