@@ -146,8 +146,7 @@ class Proposer:
     def drafted(self, request: Request, drafter: str, message: Drafted) -> Proposal:
         """Returns a chain on request as a proposal, extended by a copy."""
         chain = CachedBranch(message.chain, message.q, drafter, message.alternatives, message.odds)
-        source = Origin.DRAFTED if message.chain else Origin.TARGET
-        return self._complete_chain(request, chain, source)
+        return self._complete_chain(request, chain, Origin.DRAFTED if message.chain else Origin.TARGET)
 
     def after_wait(self, request: Request) -> Proposal:
         """Returns the proposal after a wait: its branch, as deep as it is, or a copy."""
@@ -163,10 +162,12 @@ class Proposer:
         lookup: Lookup = Lookup.NONE,
         committed: tuple[int, ...] = (),
     ) -> Proposal:
-        """Returns a chain as a proposal: extended or truncated, or merged with others into a tree, unless rounds are
-        reproducible or the chain comes with its q."""
+        """Returns a chain as a proposal: truncated, extended, or merged with others into a tree, unless rounds are
+        reproducible or it comes with its q. An end token needs no row: without it, the target chooses it as well."""
         max_chain_tokens, is_residual = request.max_chain_tokens - len(committed), request.admit.sampling.is_residual
         chain = drafted.chain[: max(min(request.plan.depth, max_chain_tokens), 0)]
+        kept, reason = request.truncate_at_end(chain)
+        chain = tuple(kept[:-1]) if reason == "eos" and not is_residual else chain
         q = drafted.q.part(0, len(chain)) if drafted.q is not None and is_residual else None
         proposal = Proposal(chain, source, lookup, q=q, drafter=drafted.drafter, offered=chain)
         if self.full_depth or is_residual:
@@ -185,8 +186,7 @@ class Proposer:
         draft = request.draft
         cached = draft.cache.lookup(committed)
         if self.full_depth and not draft.final:
-            wait_ms = request.plan.depth * self.estimates.depth_ms()
-            return self._wait_for_branch(request, committed, wait_ms, now_ns, cached is None)
+            return self._wait_for_branch(request, committed, 0.0, now_ns, cached is None)
         if cached is None:
             return self._after_miss(request, committed, now_ns)
         hit = self.branch(request, cached)

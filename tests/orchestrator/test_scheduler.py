@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from bisect import bisect_left
 from collections import Counter
@@ -225,6 +226,19 @@ def test_no_branch_is_prepared_at_or_past_the_end_of_the_request(max_tokens: int
             assert text[18] not in committed
             assert message.base_len + len(committed) + len(following) < 10 + max_tokens
     assert cluster.generated == list(text[10 : 10 + min(max_tokens, 9)])
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_chains_end_before_an_end_token(mode: str) -> None:
+    """If the target chooses it, the text ends there in any case, and later tokens don't count."""
+    text = random_text(13)
+    eos = next(token for token in text[60:] if text.count(token) == 1)
+    cluster = Cluster(text, script(text, (1.0,)), ngrams=False)
+    assert cluster.run(PROMPT, 300, mode, eos=frozenset({eos})).reason == "eos"
+    assert cluster.generated == list(text[10 : text.index(eos) + 1])
+    chains = [message.chain for message in cluster.sent_to_target if isinstance(message, Verify)]
+    prepared = [message.chains for message in cluster.sent_to_target if isinstance(message, Prepare)]
+    assert max(map(len, chains)) == 3 and not any(eos in chain for chain in itertools.chain(chains, *prepared))
 
 
 def test_branches_past_an_end_token_are_not_prepared() -> None:
