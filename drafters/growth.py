@@ -122,15 +122,15 @@ class ChainAlternatives:
         places = [AlternativesAt.of(token, ranked) for token, ranked in zip(chain, candidates, strict=False)]
         return cls(tuple(chain), places)
 
-    def tree(self, calibration: Calibration, threshold: float) -> Continuation:
-        """Returns a tree of the chain, then the alternatives with a probability above `threshold`, by position."""
+    def tree(self, calibration: Calibration, threshold: float, eos: Collection[int] = ()) -> Continuation:
+        """Returns a tree of the chain, then the alternatives but `eos` likelier than `threshold`, by position."""
         count, mass = len(self.chain), 1.0
         tokens, parents, odds = list(self.chain), list(chain_parents(count)), [0.0] * count
         for index, place in enumerate(self.places):
             odds[index] = rate = calibration.acceptance(index, place.point.own_gap)
             for rank, token in enumerate(place.others[: MAX_CHILDREN - 1]):
                 share = (1.0 - rate) * calibration.bonus_probability(False, rank, place.point)
-                if mass * share > threshold and len(tokens) - count < MAX_ALTERNATIVES:
+                if mass * share > threshold and token not in eos and len(tokens) - count < MAX_ALTERNATIVES:
                     tokens.append(token)
                     parents.append(index - 1)
                     odds.append(share)
@@ -388,4 +388,4 @@ class BranchGrowth:
             return None
         worth = count_worthwhile_positions(len(branch.chain), self._calibration, threshold)
         candidates = self._tree.candidates(branch.nodes[:worth], MAX_CHILDREN + len(self._eos))
-        return ChainAlternatives.of(branch.chain, candidates).tree(self._calibration, threshold).alternatives
+        return ChainAlternatives.of(branch.chain, candidates).tree(self._calibration, threshold, self._eos).alternatives

@@ -140,7 +140,7 @@ class WorkAhead:
         count = MAX_CHILDREN + len(self._eos) if self._task.min_prob < 1.0 else 2
         candidates = self.tree.candidates(nodes, count)
         self.proposed = ChainAlternatives.of([first.token for first, *_ in candidates], candidates)
-        return self.proposed.tree(self._calibration, self._task.min_prob)
+        return self.proposed.tree(self._calibration, self._task.min_prob, self._eos)
 
     def advance(self, rows: int | None = None) -> Steps[ReadyBranches | None]:
         """Makes one forward, over committed tokens that are not fed yet or over the `rows` likeliest branches (None:

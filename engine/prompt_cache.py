@@ -127,9 +127,9 @@ class PromptCache:
         self._tokens_saved += max(length, lent)
         if source is not None and lent > length:
             return CachedPrefix(source.save(lent), lent)
-        entry = self._entries.pop(lengths.index(length))
-        self._entries.append(entry)  # the most recently used
-        return CachedPrefix(entry.saved, length)
+        latest = max(place for place, usable in enumerate(lengths) if usable == length)
+        self._entries.append(self._entries.pop(latest))  # the most recently used
+        return CachedPrefix(self._entries[-1].saved, length)
 
     def wants(self, tokens: Sequence[int]) -> bool:
         """Returns whether `store` would make an entry of a text with these tokens."""

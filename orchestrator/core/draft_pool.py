@@ -280,9 +280,8 @@ class DraftPool:
     def on_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> bool:
         """Records a push, and keeps its branches if they are awaited; returns whether they are. A push for a round that
         has ended still shows the latency, and the cost of drafting if that is far higher than expected."""
-        draft, latency = request.draft, self._latencies[name]
+        draft, state, latency = request.draft, request.draft.drafters[name], self._latencies[name]
         draft.losses.pop(name, None)
-        state = draft.drafters[name]
         pushes, since_ms, is_awaited = state.pushes, _ms_since(state.last_heard_ns, now_ns), state.is_awaited(message)
         if message.entries and len(draft.drafters) > 1:  # with a single drafter there is nothing to compare
             if not pushes and message.round == state.round and state.asked_ns:

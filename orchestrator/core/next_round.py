@@ -86,9 +86,7 @@ class Proposer:
         tail = self._best_tail(request)
         if only_ngrams:
             return propose_copy(tail.tokens) if tail.tokens or self.full_depth else PLAIN_DECODING
-        if not self._is_reproducible(request) and not should_draft(
-            self.estimates, tail, request.max_draft_tokens, drafter
-        ):
+        if not should_draft(self.estimates, tail, request.max_draft_tokens, drafter):
             return propose_copy(tail.tokens)
         if drafter:
             copy = self._copy_for_tree(request)
@@ -103,7 +101,7 @@ class Proposer:
         source = Origin.HEAD if self.estimates.in_process[drafter].is_head else Origin.DRAFTED
         min_prob = min_alternative_prob(self.estimates, request.takes_trees)
         draft = InProcess(depth or request.plan.depth, drafter, min_prob)
-        return replace(beside, source=source, draft=draft, drafter=drafter, by=beside.token_origins)
+        return replace(beside, source=source, draft=draft, drafter=drafter, by=beside.token_origins, offered=())
 
     def _propose_ngrams(self) -> Proposal:
         """Returns the proposal of n-grams that the target looks up by itself, round after round."""
@@ -136,7 +134,9 @@ class Proposer:
         return max(map(abs, changes), default=0.0) <= MAX_COST_CHANGE
 
     def _best_tail(self, request: Request) -> CopiedTail:
-        """Returns the part of a copy after the committed text that is worth its rows."""
+        """Returns the part of a copy after the committed text that is worth its rows, if estimates may decide that."""
+        if self._is_reproducible(request):
+            return CopiedTail()
         return best_tail(self.estimates, longest_copy(request.sequence.ngrams, request.max_chain_tokens))
 
     def branch(self, request: Request, cached: CachedBranch, committed: tuple[int, ...] = ()) -> Proposal:
@@ -146,14 +146,13 @@ class Proposer:
     def drafted(self, request: Request, drafter: str, message: Drafted) -> Proposal:
         """Returns a chain on request as a proposal, extended by a copy."""
         chain = CachedBranch(message.chain, message.q, drafter, message.alternatives, message.odds)
-        source = Origin.DRAFTED if message.chain else Origin.TARGET
-        return self._complete_chain(request, chain, source)
+        return self._complete_chain(request, chain, Origin.DRAFTED if message.chain else Origin.TARGET)
 
     def after_wait(self, request: Request) -> Proposal:
-        """Returns the proposal after a wait: its branch, as deep as it is, or an empty chain."""
+        """Returns the proposal after a wait: its branch, as deep as it is, or a copy."""
         wait = request.round.wait
         cached = request.draft.cache.lookup(wait.outcome) if wait and wait.outcome else None
-        return self.branch(request, cached) if cached else Proposal()
+        return self.branch(request, cached) if cached else propose_copy(self._best_tail(request).tokens)
 
     def _complete_chain(
         self,
@@ -163,12 +162,14 @@ class Proposer:
         lookup: Lookup = Lookup.NONE,
         committed: tuple[int, ...] = (),
     ) -> Proposal:
-        """Returns a chain as a proposal: extended or truncated, or merged with others into a tree, unless rounds are
-        reproducible or the chain comes with its q."""
+        """Returns a chain as a proposal: truncated, extended, or merged with others into a tree, unless rounds are
+        reproducible or it comes with its q. An end token needs no row: without it, the target chooses it as well."""
         max_chain_tokens, is_residual = request.max_chain_tokens - len(committed), request.admit.sampling.is_residual
         chain = drafted.chain[: max(min(request.plan.depth, max_chain_tokens), 0)]
+        kept, reason = request.truncate_at_end(chain)
+        chain = tuple(kept[:-1]) if reason == "eos" and not is_residual else chain
         q = drafted.q.part(0, len(chain)) if drafted.q is not None and is_residual else None
-        proposal = Proposal(chain, source, lookup, q=q, drafter=drafted.drafter, offered=len(chain))
+        proposal = Proposal(chain, source, lookup, q=q, drafter=drafted.drafter, offered=chain)
         if self.full_depth or is_residual:
             return proposal
         ngrams, odds = request.sequence.ngrams, drafted.odds[: len(chain)]
@@ -185,8 +186,7 @@ class Proposer:
         draft = request.draft
         cached = draft.cache.lookup(committed)
         if self.full_depth and not draft.final:
-            wait_ms = request.plan.depth * self.estimates.depth_ms()
-            return self._wait_for_branch(request, committed, wait_ms, now_ns, cached is None)
+            return self._wait_for_branch(request, committed, 0.0, now_ns, cached is None)
         if cached is None:
             return self._after_miss(request, committed, now_ns)
         hit = self.branch(request, cached)

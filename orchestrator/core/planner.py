@@ -150,13 +150,14 @@ class Planner:
         self._observe_copy(ended)
         if ended.read:
             return
-        proposal, estimates, round_ms = ended.proposal, self.estimates, ended.took_ns / MILLISECOND_NS
+        proposal, estimates = ended.proposal, self.estimates
+        round_ms = outcome.idle_ns / MILLISECOND_NS + outcome.work.milliseconds  # since the outcome before
         estimates.observe_round(len(kept), round_ms)
         if proposal.lookup is not Lookup.NONE:
             # A late branch counts too: the proposer decides whether it is worth a wait.
             estimates.observe_lookup(proposal.lookup.found, ended.covered)
         if proposal.autonomous and not proposal.draft:
-            # Mode `ar` leaves the drafters their core. 0: two outcomes arrived together.
+            # Mode `ar` leaves the drafters their core.
             if round_ms > 0 and (request.admit.mode == "auto" or not estimates.may_use_all_cores):
                 estimates.pipelined_ms.add(max(outcome.rows, 1), round_ms)
         elif ended.plan.mode != "ar":
@@ -164,19 +165,19 @@ class Planner:
                 self._forward_ns, rows = outcome.work.ended_ns, len(proposal.chain) + 1
                 all_cores = request.admit.mode == "auto" and ended.plan.leaves_drafters_idle(estimates.active)
                 estimates.observe_verify(max(outcome.rows, rows), outcome.work.milliseconds, rows, all_cores)
-            accepted, drafted = proposal.count_on_chain(ended.nodes), max(len(proposal.drafter_nodes), proposal.offered)
+            accepted, drafted = proposal.count_on_chain(ended.nodes), len(proposal.offered or proposal.drafter_nodes)
             if self._learns_text_kind(request):
                 drafter = proposal.drafter if proposal.draft else ""
                 self.profiles.observe(request.planning.text, drafter, drafted, accepted)
             if not proposal.draft:
-                estimates.observe_chain(drafted, accepted, len(proposal.drafter_nodes))
+                estimates.observe_chain(drafted, accepted, min(len(proposal.chain), drafted))
             elif proposal.drafter != NGRAM and proposal.chain and outcome.drafted is not None:
                 drafting_ms = outcome.drafted.span.milliseconds
                 estimates.in_process[proposal.drafter].observe(len(proposal.drafter_nodes), accepted, drafting_ms)
         if proposal.lookup is Lookup.HIT:
             estimates.observe_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
-            self._policy_of(request).observe_round(ended.plan, len(kept), round_ms)
+            self._policy_of(request).observe_round(ended.plan, len(kept), round_ms, proposal.lookup.found)
 
     def _learns_text_kind(self, request: Request) -> bool:
         """Whether its rounds show the kind of its text: in `auto`, while it runs alone."""
@@ -256,9 +257,8 @@ class Planner:
         if key not in self._policies:
             copies = self._settings.ngrams and not sources.others
             modes = ("ar", "sd", "ssd") if sources.workers else ("ar", "sd") if copies else ("ar",)
-            fixed = admit.branches is not None
-            branches = self._max_branches(admit, sources.workers)
-            policy = Policy(self.estimates, modes, self._max_depth(admit), branches, fixed, sources.others)
+            most = self._max_depth(admit), self._max_branches(admit, sources.workers)
+            policy = Policy(self.estimates, modes, *most, admit.branches is not None, sources.others)
             policy.set_load(self.estimates.active, self._is_reading_prompt)
             for records in (self._tunings, self._stored) if sources.workers or sources.others else ():
                 record = nearest_record(records, admit.sampling.temp)

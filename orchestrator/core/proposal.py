@@ -86,8 +86,7 @@ class Proposal:
     each token if they differ. `q` holds the distributions that the chain was drawn from, if any. With `parents` the
     tokens are a tree. With `autonomous` the target continues by itself after this round, plainly or with the `draft` of
     an in-process drafter in each, which comes with the outcome. With `draft` but not `autonomous` it drafts for this
-    round only, and `chain` forms one tree with that draft. `offered` is the length of a draft worker's chain before it
-    was cut to what pays.
+    round only, and `chain` forms one tree with that draft. `offered`: a draft worker's whole chain, verified or not.
     """
 
     chain: tuple[int, ...] = ()
@@ -99,7 +98,7 @@ class Proposal:
     drafter: str = ""
     parents: tuple[int, ...] = ()
     by: tuple[Origin, ...] = ()
-    offered: int = 0
+    offered: tuple[int, ...] = ()
 
     @property
     def line(self) -> tuple[int, ...]:
@@ -126,8 +125,9 @@ class Proposal:
         return path if [self.parents[node] for node in path] == [ROOT, *path][: len(path)] else None
 
     def count_on_chain(self, nodes: Sequence[int]) -> int:
-        """Returns how many of these accepted nodes are on the drafter's chain."""
-        return common_prefix_length(nodes, self.drafter_nodes)
+        """Returns how many tokens of the drafter's chain these accepted nodes hold, whatever their origin."""
+        chain = self.offered or [self.chain[node] for node in self.drafter_nodes]
+        return common_prefix_length(chain, [self.chain[node] for node in nodes])
 
     def as_verified(self, outcome: Outcome) -> Proposal:
         """Returns the proposal as it was verified: merged with the in-process drafter's tokens, if there are any."""

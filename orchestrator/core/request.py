@@ -390,8 +390,8 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class SettledRound:
     """A round that ended with `outcome`, recorded once the next one is under way. `read`: it began by reading the whole
-    text. `nodes` were accepted, and the tokens `kept` became final, `took_ns` after those before them; `reason`: why
-    the request ends there, if it does. `decided`, `waited`, `covered`: as in `RoundState`.
+    text. `nodes` were accepted, and the tokens `kept` became final; `reason`: why the request ends there, if it does.
+    `decided`, `waited`, `covered`: as in `RoundState`.
     """
 
     request: Request
@@ -402,7 +402,6 @@ class SettledRound:
     outcome: Outcome
     nodes: Sequence[int]
     kept: tuple[int, ...]
-    took_ns: int
     reason: str | None
     decided: Span | None = None
     waited: bool = False

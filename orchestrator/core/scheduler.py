@@ -270,7 +270,7 @@ class Scheduler:
                 self._next_round.send_again(request)
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> list[SettledRound]:
-        sequence, round_ = request.sequence, request.round
+        sequence, round_, deaths = request.sequence, request.round, request.sequence.deaths
         proposal = round_.proposal.as_verified(outcome)
         nodes = proposal.nodes(outcome)
         # During a wait there are more tokens than the round had that has ended.
@@ -281,15 +281,14 @@ class Scheduler:
         if round_.reads:
             self._remote_prefills.forget(request)
         kept, reason = request.truncate_at_end([*(proposal.chain[node] for node in nodes), outcome.bonus])
-        took_ns, was_suspect = now_ns - sequence.appended_ns, sequence.deaths >= SUSPECT_AFTER_DEATHS
         settled = SettledRound(
-            request, round_.number, request.plan, proposal, round_.reads, outcome, nodes, tuple(kept), took_ns, reason,
+            request, round_.number, request.plan, proposal, round_.reads, outcome, nodes, tuple(kept), reason,
             round_.decided, round_.waited, round_.covered,
         )  # fmt: skip
         sequence.append(kept, now_ns)
         if reason is not None:
             del self._requests[request.id]  # `_record` closes it
-        elif was_suspect:  # it continues when all suspects were tried
+        elif deaths >= SUSPECT_AFTER_DEATHS:  # it continues when all suspects were tried
             self._next_round.suspend(request)
             self._open_waiting()
         else:

@@ -54,6 +54,7 @@ from outrider.protocol.messages import (
     Outcome,
     Ping,
     Pong,
+    PromptKv,
     Shutdown,
     Welcome,
     WorkerStats,
@@ -235,15 +236,14 @@ class WorkerPool:
                         if dispensable and worker.role != "target" and not worker.entered:
                             worker.state, self.status_changed = "refused", True
                     case _:
-                        worker.worked = worker.worked or isinstance(message, Outcome | Branches | Drafted)
+                        worker.worked = worker.worked or isinstance(message, Outcome | Branches | Drafted | PromptKv)
                         yield worker.name, message if worker.spawned else worker.clock.to_local(message, clock.now())
 
     def ping(self, now_ns: int) -> None:
         if now_ns < self._next_ping_ns:
             return
         self._next_ping_ns = now_ns + int(self.ping_interval_s * SECOND_NS)
-        self._ping_serial += 1
-        self._pinged_ns = clock.now()
+        self._ping_serial, self._pinged_ns = self._ping_serial + 1, clock.now()
         for worker in self._registry.all():
             worker.heartbeat.unanswered += 1
             if worker.entered and worker.key and not self._registry.is_key_allowed(worker.role, worker.key):

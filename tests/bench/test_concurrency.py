@@ -37,6 +37,13 @@ BUSY = Profile(
 )  # fmt: skip
 
 
+# What eight requests gained in a few rounds of plain decoding takes this drafter several rounds to read.
+DEAR = Profile(
+    "a drafter whose rows cost much", ("none",), Latency(((1, 20.0), (64, 24.0))),
+    Latency(((1, 2.0), (8, 12.0), (64, 90.0))), 0.05, (0.7,), (0.5, 0.2, 0.1),
+)  # fmt: skip
+
+
 def milliseconds(timings: Sequence[Timings]) -> float:
     """Returns the time from the start of the first request to the end of the last."""
     return max(timing.prompt_ms + timing.predicted_ms for timing in timings)
@@ -67,6 +74,12 @@ def test_requests_do_not_wait_in_turn_for_a_busy_drafter() -> None:
     """A chain after a miss would arrive too late in each round, and delay the drafter's branches for the next round."""
     plain, ssd, auto = (batch_times(BUSY, mode, 4, 3, 60)[0][-1] for mode in ("ar", "ssd", "auto"))
     assert ssd < 0.8 * plain and auto < 0.8 * plain
+
+
+def test_trial_of_ssd_counts_once_the_drafter_has_caught_up() -> None:
+    """It takes ten rounds to read what became final in plain decoding, in which no branch comes."""
+    plain, auto = (batch_times(DEAR, mode, 8, 2, 160)[0][-1] for mode in ("ar", "auto"))
+    assert auto < 0.9 * plain
 
 
 @pytest.mark.parametrize("seed", [5, 6])

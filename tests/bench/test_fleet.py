@@ -111,7 +111,7 @@ def test_losing_a_zone_loses_no_request(real: bool) -> None:
 
 
 def test_interrupted_request_waits_until_the_loss_is_noticed() -> None:
-    late, until = replace(ZONE, engine=5.0), replace(TRAFFIC, seconds=14.0)
+    late, until = replace(ZONE, engine=5.0), replace(TRAFFIC, seconds=15.0)
     jobs = [
         [job for job in found.metrics.jobs if job.interruptions]
         for found in (result(True, ZONE), result(True, late, traffic=until))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,19 @@ def test_branches_are_prepared_for_a_drafted_tree_before_any_outcome() -> None:
     assert work.proposed is not None
     work.commit((), BranchTask(chain, 3, 8))
     assert len({entry.committed for ready in finish(work) for entry in ready.entries}) == 8
+
+
+def test_no_alternative_is_an_end_token() -> None:
+    """If the target chooses it, the text ends there in any case."""
+    offered: list[set[int]] = [set(), set()]
+    for part in range(2):
+        work = work_ahead(eos=tuple(range(100)) * part)
+        work.commit((), BranchTask(None, 3, min_prob=0.001))
+        proposed = draft_chain(work, 3)
+        work.commit((), BranchTask(proposed.chain[:3], 3, 8, min_prob=0.001))
+        grown = [entry.alternatives.tokens for ready in finish(work) for entry in ready.entries if entry.alternatives]
+        offered[part] |= {*proposed.chain[3:], *itertools.chain(*grown)}
+    assert min(offered[0]) < 100 <= min(offered[1])
 
 
 def test_only_the_last_push_is_final() -> None:

@@ -107,6 +107,17 @@ def test_least_recently_used_entry_is_evicted_when_room_is_short() -> None:
     assert cache.use.bytes == 0 and cached_length(cache, [*text(100, 3), 0]) == 0
 
 
+def test_new_chat_does_not_renew_an_old_one_with_the_same_system_prompt() -> None:
+    """Their common prefix is found in the entry that was used last."""
+    system, chats = text(40), [text(40, seed) for seed in (1, 2, 3)]
+    cache = PromptCache(COST, 1 << 20)
+    for chat in chats:
+        keep(cache, [*system, *chat])
+    assert cached_length(cache, [*system, *text(40, 4)]) == 40
+    cache.set_limit(2 * COST.of(80))
+    assert [cached_length(cache, [*system, *chat, 1]) for chat in chats] == [40, 80, 80]
+
+
 def test_running_text_lends_its_prefix() -> None:
     cache = PromptCache(COST, 1 << 20)
     keep(cache, text(20))

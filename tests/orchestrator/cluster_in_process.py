@@ -40,6 +40,7 @@ from tests.system.links import FakeLink, Idle, codec_round_trip
 from tools.simulation.replay import ReplayDrafter, Script
 
 GREEDY = SamplingParams()
+TURN_NS = 10_000_000
 
 
 class OracleTarget:
@@ -51,6 +52,8 @@ class OracleTarget:
         self.verified: list[Verify] = []
         self.autonomous: Verify | None = None
         self.plain: Verify | None = None
+        self.now_ns = TURN_NS
+        self._ended_ns = 0
         self._halted = False
         self._prepared: Prepare | None = None
         self._eos: tuple[int, ...] = ()
@@ -106,7 +109,9 @@ class OracleTarget:
         at, nodes = message.base_len, accepted_nodes(self.text, message)
         bonus = self.text[at + len(nodes)]
         path = outcome_path(nodes)
-        return Outcome(message.request, message.epoch, message.round, at, len(nodes), bonus, Span(0, 1), path=path)
+        work = Span(self.now_ns - TURN_NS, self.now_ns)
+        idle_ns, self._ended_ns = max(work.started_ns - self._ended_ns, 0), self.now_ns
+        return Outcome(message.request, message.epoch, message.round, at, len(nodes), bonus, work, idle_ns, path=path)
 
 
 class Cluster(FakeWorkers):
@@ -206,7 +211,8 @@ class Cluster(FakeWorkers):
     def _turn(self) -> None:
         """The drafter works, then the target answers one message, then overdue waits end."""
         self._work(self._steps)
-        self._now += 10_000_000
+        self._now += TURN_NS
+        self.target.now_ns = self._now
         if self._to_target:
             self._prepare()
             for outcome in self.target.answer(self._to_target.popleft()):

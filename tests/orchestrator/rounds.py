@@ -13,4 +13,4 @@ def make_settled_round(
     """Returns a round without a request, of which `kept` tokens count."""
     nodes = proposal.nodes(outcome) or ()
     kept_tokens = (0,) * kept
-    return SettledRound(None, number, None, proposal, False, outcome, nodes, kept_tokens, 0, None, decided, waited)  # type: ignore[arg-type]
+    return SettledRound(None, number, None, proposal, False, outcome, nodes, kept_tokens, None, decided, waited)  # type: ignore[arg-type]

@@ -151,6 +151,34 @@ def test_wait_for_a_pushing_drafter_is_bounded_by_its_tree_time() -> None:
     assert now_ns - asked_ns <= (max_wait_ms(5 * 1.0 + 0.5) + 1.0) * MILLISECOND_NS
 
 
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_copy_is_verified_if_the_drafter_does_not_answer(mode: str) -> None:
+    workers = RecordingWorkers()
+    scheduler = Scheduler(workers, round_settings(4, 8), lambda event: None, Trace(None))
+    for _ in range(50):
+        scheduler._planner.estimates.observe_chain(4, 4)
+    scheduler.begin(Admit("r", (1, 2, 3, 4) * 5, SamplingParams(max_tokens=50), mode, frozenset()), 0)
+    scheduler.handle([("target-0", Outcome("r", 0, 0, 20, 0, 1, Span(0, 1)))], MILLISECOND_NS)
+    assert not workers.verifies, "the request waits"
+    deadline_ns = scheduler.next_deadline_ns()
+    assert deadline_ns
+    scheduler.on_tick(deadline_ns)
+    assert workers.verifies[-1].chain == (2, 3, 4)
+
+
+def test_no_copy_is_verified_after_a_wait_if_rounds_are_reproducible() -> None:
+    """How much of a copy is worth its rows depends on measured times, and what is verified on the residual text."""
+    workers = RecordingWorkers()
+    scheduler = Scheduler(workers, round_settings(4, 8, full_depth=True), lambda event: None, Trace(None))
+    sampling = SamplingParams(max_tokens=50, temp=0.8, seed=1, rule="residual")
+    scheduler.begin(Admit("r", (1, 2, 3, 4) * 5, sampling, "ssd", frozenset()), 0)
+    scheduler.handle([("target-0", Outcome("r", 0, 0, 20, 0, 1, Span(0, 1)))], MILLISECOND_NS)
+    deadline_ns = scheduler.next_deadline_ns()
+    assert deadline_ns and not workers.verifies
+    scheduler.on_tick(deadline_ns)
+    assert workers.verifies[-1].chain == ()
+
+
 def test_branch_after_its_outcome_is_used_and_counted_as_late() -> None:
     workers, events = RecordingWorkers(), list[ToFront]()
     scheduler = Scheduler(workers, round_settings(4, 8, ngrams=False), events.append, Trace(None))

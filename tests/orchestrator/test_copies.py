@@ -155,7 +155,7 @@ def test_branch_ends_before_its_first_unlikely_token() -> None:
     drafted = extend_by_copy(
         estimates(), NgramIndex(), branch(7, 8, 9), committed=(), max_chain_tokens=50, odds=(0.9, 0.02, 0.9)
     )
-    assert drafted.chain == (7,) and drafted.offered == 0 and drafted.source is Origin.PREPARED
+    assert drafted.chain == (7,) and drafted.offered == () and drafted.source is Origin.PREPARED
     nothing = extend_by_copy(
         estimates(), NgramIndex(), branch(7, 8, 9), committed=(), max_chain_tokens=50, odds=(0.01, 0.9, 0.9)
     )

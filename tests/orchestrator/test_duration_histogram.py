@@ -30,9 +30,7 @@ def test_shared_forward_counts_once_and_prompt_reading_not_at_all() -> None:
         scheduler.begin(Admit(name, (1, 2, 3), SamplingParams(max_tokens=50), "ar", frozenset()), 0)
     for number, (started, ended) in enumerate(((0, 4), (5, 7), (8, 11))):
         work = Span(started * ms, ended * ms)
-        outcomes = [
-            Outcome(name, 0, number, 3 + number, 0, 5, work, next_proposal=DraftTokens()) for name in ("a", "b")
-        ]
+        outcomes = [Outcome(name, 0, number, 3 + number, 0, 5, work, ms, DraftTokens()) for name in ("a", "b")]
         scheduler.handle([("target-0", one) for one in outcomes], ended * ms)
     rounds, verifies = scheduler.metrics.rounds.snapshot(), scheduler.metrics.verifies.snapshot()
     assert (sum(rounds.counts), round(1000 * rounds.seconds)) == (4, 2 * (3 + 4))

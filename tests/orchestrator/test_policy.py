@@ -95,6 +95,22 @@ def test_policy_adapts_to_changed_rates() -> None:
     assert run(policy, changed, 50 * POLICY.episode_rounds)["ar"] > 40 * POLICY.episode_rounds
 
 
+@pytest.mark.parametrize(("drafted", "best"), [(2, "ssd"), (1, "ar")])
+def test_rounds_of_several_requests_count_once_the_drafters_keep_up(drafted: int, best: str) -> None:
+    """Before, they are as slow as plain decoding, and would end the trial of a mode that may be faster. A trial ends,
+    too, if the drafters never keep up."""
+    policy, active, behind, modes = Policy(Estimates(), ("ar", "ssd"), 4), 8, 0, list[str]()
+    policy.set_load(active)
+    for _ in range(200 * POLICY.episode_rounds * active):
+        plan = policy.plan()
+        behind = max(behind - 1, 0) if plan.mode == "ssd" and drafted > 1 else 10 * active
+        tokens = 1 if behind or plan.mode == "ar" else drafted
+        policy.observe_round(plan, tokens, 10.0 + 0.1 * (plan.mode == "ssd"), plan.mode == "ssd" and not behind)
+        modes.append(plan.mode)
+    late = modes[len(modes) // 2 :]
+    assert late.count(best) > 0.9 * len(late)
+
+
 def test_plans_are_deterministic() -> None:
     def plans() -> list[Arm]:
         policy = Policy(Estimates(), MODES, 4)

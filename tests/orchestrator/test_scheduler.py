@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from bisect import bisect_left
 from collections import Counter
 from functools import cache
 from itertools import count
@@ -16,7 +18,7 @@ from outrider.orchestrator.core.next_round import MAX_WAIT_MS
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.request import Request, SettledRound
-from outrider.orchestrator.events import Admit, Committed
+from outrider.orchestrator.events import Admit, Committed, RequestEnded
 from outrider.protocol.clock import MILLISECOND_NS, OUTCOME_TIMEOUT_NS
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import (
@@ -41,7 +43,7 @@ from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, NgramIndex
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 from tests.harness.settings import round_settings
-from tests.orchestrator.cluster_in_process import Cluster, Script
+from tests.orchestrator.cluster_in_process import TURN_NS, Cluster, Script
 from tests.pairwise import matrix
 from tests.system.links import intercept
 
@@ -226,6 +228,19 @@ def test_no_branch_is_prepared_at_or_past_the_end_of_the_request(max_tokens: int
     assert cluster.generated == list(text[10 : 10 + min(max_tokens, 9)])
 
 
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_chains_end_before_an_end_token(mode: str) -> None:
+    """If the target chooses it, the text ends there in any case, and later tokens don't count."""
+    text = random_text(13)
+    eos = next(token for token in text[60:] if text.count(token) == 1)
+    cluster = Cluster(text, script(text, (1.0,)), ngrams=False)
+    assert cluster.run(PROMPT, 300, mode, eos=frozenset({eos})).reason == "eos"
+    assert cluster.generated == list(text[10 : text.index(eos) + 1])
+    chains = [message.chain for message in cluster.sent_to_target if isinstance(message, Verify)]
+    prepared = [message.chains for message in cluster.sent_to_target if isinstance(message, Prepare)]
+    assert max(map(len, chains)) == 3 and not any(eos in chain for chain in itertools.chain(chains, *prepared))
+
+
 def test_branches_past_an_end_token_are_not_prepared() -> None:
     text = random_text(16)
     cluster = Cluster(text, script(text))
@@ -259,11 +274,27 @@ def test_plain_decoding_needs_no_messages_until_a_trial() -> None:
     assert plain.generated == list(text[10:110])
     assert len([message for message in plain.sent_to_target if isinstance(message, Verify)]) == 1
 
-    trying = Cluster(text, script(text))
+    trying = Cluster(text, script(text, (0.1,), (0.1,)))
     trying.run(PROMPT, 300, "auto")
     halts = [message for message in trying.sent_to_target if isinstance(message, Halt)]
     plain_runs = [message for message in trying.sent_to_target if isinstance(message, Verify) and message.autonomous]
     assert trying.generated == list(text[10:310]) and 0 < len(halts) <= len(plain_runs)
+
+
+def test_rounds_that_are_handled_together_count_with_their_own_times() -> None:
+    """A target that continues by itself may end two rounds before the orchestrator runs again."""
+    text = random_text(11)
+    cluster = Cluster(text, None, ngrams=False)
+    cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=201), "auto", frozenset()), 0)
+    cluster._turn()
+    cluster._turn()
+    for now_ns in range(2 * TURN_NS, 202 * TURN_NS, 2 * TURN_NS):
+        ended = [outcome for _ in range(2) if (outcome := cluster.target.step()) is not None]
+        cluster.rounds.handle([("target-0", outcome) for outcome in ended], now_ns)
+    rounds = cluster.rounds.metrics.rounds.snapshot()
+    assert cluster.generated == list(text[10:211]) and rounds.counts[bisect_left(rounds.bounds, 0.01)] >= 199
+    (note,) = next(event.notes for event in cluster.events if isinstance(event, RequestEnded))
+    assert "measured (100 tokens/s)" in note
 
 
 def test_target_uses_all_cores_in_auto_only() -> None:
@@ -276,6 +307,15 @@ def test_target_uses_all_cores_in_auto_only() -> None:
     assert {message.all_cores for message in verifies} == {True, False}
     assert all(message.all_cores for message in verifies if message.autonomous)
     assert not any(isinstance(message, Verify) and message.all_cores for message in plain.sent_to_target)
+
+
+def test_drafts_that_copies_replace_are_judged_by_the_text() -> None:
+    """In a text that repeats itself, copies are verified in place of most drafts, which are as good as in any other."""
+    text = PROMPT + random_text(3, 40)[10:] * 10
+    cluster = Cluster(text, script(text, (0.6,), (0.6,)))
+    ended = cluster.run(PROMPT, 300)
+    drafted = cluster.rounds._planner.estimates.drafted
+    assert ended.timings.ngram_chains > ended.timings.rounds / 4 and 0.45 < drafted.rate(0) < 0.75
 
 
 @pytest.mark.parametrize("all_cores", [True, False])

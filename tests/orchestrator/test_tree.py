@@ -160,6 +160,11 @@ def test_tree_depth_fits_the_remaining_room() -> None:
         assert found is not None and found.depth == max_chain_tokens
 
 
+def test_tokens_of_a_replaced_chain_count_as_accepted_if_the_copy_has_them() -> None:
+    copy = Proposal((3, 4, 5, 6), Origin.COPIED, Lookup.HIT, offered=(3, 4, 9))
+    assert [copy.count_on_chain(range(count)) for count in range(5)] == [0, 1, 2, 2, 2]
+
+
 def test_tree_outcome_identifies_the_accepted_path() -> None:
     tree = Proposal(
         (3, 9, 4, 5), Origin.PREPARED, parents=(-1, 0, 0, 2), by=(Origin.PREPARED,) * 2 + (Origin.COPIED,) * 2

@@ -39,6 +39,7 @@ from outrider.protocol.messages import (
     Abilities,
     Branches,
     Close,
+    Drafted,
     Fault,
     Hello,
     Loading,
@@ -753,14 +754,25 @@ def test_killed_or_differing_load_failures_are_retried(harness: PoolHarness) -> 
     assert harness.states()["draft-0"] == "restarting"
 
 
-def test_work_between_deaths_resets_the_death_count(harness: PoolHarness) -> None:
-    target = harness.worker("target-0")
+@pytest.mark.parametrize(
+    ("name", "work"),
+    [
+        ("target-0", Outcome("r", 0, 0, 1, 0, 1, Span(0, 1))),
+        ("draft-0", Drafted("r", 0, 0, 1, (1,), Span(0, 1))),
+        ("prefill-0", PromptKv("r", 0, 0, 1, np.zeros(4, np.uint8))),
+    ],
+)
+def test_work_between_deaths_resets_the_death_count(
+    make_harness: Callable[..., PoolHarness], name: str, work: Message
+) -> None:
+    harness = make_harness(prefill_workers=1)
+    worker = harness.worker(name)
     for _ in range(12):
-        target.send(Outcome("r", 0, 0, 1, 0, 1, Span(0, 1)))
+        worker.send(work)
         harness.settle()
-        assert [loss.fatal for loss in kill(harness, "target-0")] == [False]
+        assert [loss.fatal for loss in kill(harness, name)] == [False]
         wait(harness, 0.25)
-        target = harness.worker("target-0")
+        worker = harness.worker(name)
 
 
 def test_a_minute_alive_resets_the_death_count(harness: PoolHarness, monkeypatch: pytest.MonkeyPatch) -> None:

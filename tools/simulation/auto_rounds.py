@@ -225,7 +225,7 @@ class Server:
             self._record_round(text, step, plan, round_ms, verify_ms, count)
             policy.odds = text.profile.odds if count == 1 else policy.odds
             if text.rounds > 1:
-                policy.observe_round(plan, step.committed, round_ms)
+                policy.observe_round(plan, step.committed, round_ms, step.proposal.lookup.found)
         self._last = plan
         return round_ms
 
@@ -240,17 +240,17 @@ class Server:
         committed = tuple(range(text.at + 1, text.at + len(nodes) + 2))
         step.committed, along = len(committed), proposal.count_on_chain(nodes)
         own = proposal.drafter if proposal.source is Origin.HEAD else ""
-        drafted = proposal.drafter_nodes
+        drafted = len(proposal.offered or proposal.drafter_nodes)
         e.observe_round(len(committed), round_ms)
         if proposal.autonomous:
             e.pipelined_ms.add(count, round_ms)
         else:
             if count == 1:
-                self.planner.profiles.observe(profile, own, len(drafted), along)
+                self.planner.profiles.observe(profile, own, drafted, along)
             if own:
-                e.in_process[own].observe(len(drafted), along, step.in_process_ms)
+                e.in_process[own].observe(drafted, along, step.in_process_ms)
             else:
-                e.observe_chain(len(drafted), along)
+                e.observe_chain(drafted, along, min(len(proposal.chain), drafted))
         if proposal.lookup is Lookup.HIT:
             e.observe_turnaround(self.machine.turnaround_ms)
         self._judge_copy(text, proposal, committed, count)
@@ -376,11 +376,13 @@ class Server:
         text.silent = 0
         e.observe_draft(depth, work_ms)
         e.observe_link(link_ms)
-        chain = self._extend(text, Proposal(text.chain(DRAFT_WORKER, depth), Origin.DRAFTED, lookup))
-        return Step(chain, request_ms=work_ms + link_ms + behind)
+        chain = text.chain(DRAFT_WORKER, depth)
+        extended = self._extend(text, Proposal(chain, Origin.DRAFTED, lookup, offered=chain))
+        return Step(extended, request_ms=work_ms + link_ms + behind)
 
     def _branch(self, text: Text, depth: int, lookup: Lookup, wait_ms: float) -> Step:
-        branch = Proposal(text.chain(DRAFT_WORKER, depth), Origin.PREPARED, lookup)
+        chain = text.chain(DRAFT_WORKER, depth)
+        branch = Proposal(chain, Origin.PREPARED, lookup, offered=chain)
         return Step(self._extend(text, branch), wait_ms=wait_ms)
 
     def _extend(self, text: Text, branch: Proposal) -> Proposal:

@@ -140,8 +140,7 @@ class Policy:
     def start_from(self, choices: Iterable[TunedArm]) -> None:
         """Begins from these arms, best first: their K and B, and their rates as priors, soon outweighed by rounds."""
         for choice in choices:
-            branches = choice.branches if choice.mode == "ssd" else 0
-            arm = Arm(choice.mode, choice.depth, branches, choice.drafter)
+            arm = Arm(choice.mode, choice.depth, choice.branches if choice.mode == "ssd" else 0, choice.drafter)
             if arm.kind not in self._base_arms or choice.tokens_per_second <= 0:
                 continue
             source = MEASURED_BEFORE if choice.measured else "tune's forecast"
@@ -158,8 +157,7 @@ class Policy:
         for load, records in self._records_by_load.items():
             for arm, record in records.items():
                 if record.rate is not None and record.source == MEASURED:
-                    rate = 1000 * record.rate
-                    yield TunedArm(arm.mode, arm.depth, arm.branches, rate, True, 1 << load, arm.drafter)
+                    yield TunedArm(arm.mode, arm.depth, arm.branches, 1000 * record.rate, True, 1 << load, arm.drafter)
 
     def set_load(self, active: int, reading: bool = False) -> None:
         """Sets how many requests run; another load has its own records.
@@ -185,10 +183,10 @@ class Policy:
         """Whether the next `plan` chooses again."""
         if self._plan is None:
             return True
-        rounds = self._rounds // self._active
-        hopeless = self._trial is not None and self._trial.is_hopeless(rounds - self._warm_up_rounds)
+        rounds = self._rounds // self._active - self._warm_up_rounds
+        hopeless = self._trial is not None and self._trial.is_hopeless(rounds)
         enough = POLICY.min_episode_rounds if self._is_short else POLICY.episode_rounds
-        return rounds >= enough or hopeless
+        return rounds + min(self._warm_up_rounds, 1) >= enough or hopeless
 
     @property
     def _is_short(self) -> bool:
@@ -197,14 +195,17 @@ class Policy:
             return self._is_baseline
         return self._trial is None and self._records[self._arm].rounds < POLICY.min_known_rounds
 
-    def observe_round(self, plan: Arm, tokens: int, milliseconds: float) -> None:
-        """Records a round of one request under `plan`; the others are assumed to gain as many tokens in that time."""
+    def observe_round(self, plan: Arm, tokens: int, milliseconds: float, hit: bool = True) -> None:
+        """Records a round of one request under `plan`, which verified a branch if it was a `hit`; the others are
+        assumed to gain as many tokens in that time."""
         if plan != self._plan or self._arm is None:
             return
         self._rounds_while_reading = self._rounds_while_reading + 1 if self._is_reading_prompt else 0
         if 0 < self._rounds_while_reading <= 2 * POLICY.min_known_rounds * self._active:
             return
         self._rounds += 1
+        if hit:
+            self._warm_up_rounds = min(self._warm_up_rounds, self._rounds // self._active + 1)
         if self._rounds > self._warm_up_rounds * self._active and milliseconds > 0:
             all_tokens = tokens * self._active
             record = self._records.setdefault(self._arm, ArmRecord())
@@ -350,7 +351,9 @@ class Policy:
         plan, _ = forecasts[arm]
         settings = {"ar": "", "sd": f", K = {plan.depth}"}.get(plan.mode, f", K = {plan.depth}, B = {plan.branches}")
         by = f" by {plan.drafter}" if plan.drafter else ""
-        self._warm_up_rounds = int(arm != self._arm)
+        # Draft workers that were idle first read the texts of all requests; until a hit, SSD counts an episode later.
+        most = POLICY.episode_rounds if arm.mode == "ssd" and self._active > 1 else 1
+        self._warm_up_rounds = most if arm != self._arm else 0
         self._arm, self.why = arm, f"{plan.mode}{by}{settings}: {why}"
         return plan
 

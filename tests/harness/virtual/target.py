@@ -45,7 +45,6 @@ class VirtualRequest:
     autonomous: bool = False
     closed: bool = False
     answered_ns: int = 0
-    idle_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,6 @@ class VirtualTarget:
                 request.autonomous = False
             case Verify() if request:
                 request.next, request.autonomous = message, message.autonomous
-                request.idle_ns = self._loop.now_ns() - request.answered_ns
                 self._start_forward()
 
     def end(self) -> None:
@@ -177,7 +175,7 @@ class VirtualTarget:
             if request.closed:
                 continue
             outcome = self._outcome(request, verify, forward.all_rows, span)
-            request.next, request.idle_ns = None, 0
+            request.next = None
             request.length = outcome.base_len + outcome.accepted + 1
             self._send(request, outcome)
             if outcome.next_proposal is not None:
@@ -212,7 +210,7 @@ class VirtualTarget:
             len(nodes),
             bonus,
             span,
-            request.idle_ns,
+            span.started_ns - request.answered_ns,
             next_proposal,
             rows,
             path=outcome_path(nodes),
