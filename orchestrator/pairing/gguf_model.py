@@ -26,16 +26,8 @@ MAX_SHARD_BYTES = 2**29
 """Bytes of weights per file; the conversion holds about twice as many in memory."""
 
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_FOUR_NORMS = {
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_NORMS_OF_OUTPUTS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+_OUTPUT_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_FOUR_NORMS = {**_NORMS, **_OUTPUT_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -97,7 +89,7 @@ ARCHITECTURES = {
         norms_plus_one=True,
         settings=_GELU,
     ),
-    "olmo2": GgufArchitecture("olmo2", "Olmo2ForCausalLM", {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_NORMS_OF_OUTPUTS}),
+    "olmo2": GgufArchitecture("olmo2", "Olmo2ForCausalLM", {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_OUTPUT_NORMS}),
     "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM", {**_NORMS, **_FUSED}),
 }
 
@@ -282,20 +274,16 @@ def _architecture_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str,
     if name == "olmo2" and "olmo2.attention.sliding_window" in file.metadata:
         window = file.size("olmo2.attention.sliding_window")
         return {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
-    if name == "gemma2":
-        by_heads = config["hidden_size"] // config["num_attention_heads"]  # only for the 27B, which has 46 blocks
-        return {
-            "attn_logit_softcapping": file.number("gemma2.attn_logit_softcapping", 50.0),
-            "final_logit_softcapping": file.number("gemma2.final_logit_softcapping", 30.0),
-            "query_pre_attn_scalar": by_heads if config["num_hidden_layers"] == 46 else head,
-        }
-    if name == "gemma3":
-        by_heads = config["hidden_size"] // config["num_attention_heads"]  # only for the 27B, which has 62 blocks
-        return {
+    if name in ("gemma2", "gemma3"):
+        is_27b = config["num_hidden_layers"] == (46 if name == "gemma2" else 62)
+        scalar = {"query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else head}
+        if name == "gemma2":
+            caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+            return scalar | {key: file.number(f"gemma2.{key}", usual) for key, usual in caps.items()}
+        return scalar | {
             "rope_local_base_freq": file.number("gemma3.rope.freq_base_swa", 10_000.0),
             "sliding_window": file.size("gemma3.attention.sliding_window"),
             "sliding_window_pattern": 6,
-            "query_pre_attn_scalar": by_heads if config["num_hidden_layers"] == 62 else head,
         }
     if name == "phi3":
         rotated = file.size("phi3.rope.dimension_count", head)
