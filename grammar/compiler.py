@@ -36,9 +36,9 @@ MAX_CACHED_GRAMMARS = 32
 # pattern, the library forces all text that is certain, and allows only one tokenization of it.
 JSON_WHITESPACE: JsonCompileOptions = {"whitespace_pattern": " "}
 _WHITESPACE_KEYS = {"whitespace_pattern", "whitespace_flexible", "item_separator", "key_separator"}
-# A fifth of the library's default, because a short grammar such as a{1000}{1000} must not take a second.
 # The library computes forever what `start: /z+/ "z"` forces, which no text ends. The last directive of its kind counts.
 _WITHOUT_FORCING = '\n%llguidance {"no_forcing": true}\n'
+# A fifth of the library's default, because a short grammar such as a{1000}{1000} must not take a second.
 PARSER_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
 MAX_CACHED_CHECKS = 128
 COMPILE_STACK_BYTES = 2**28  # the library recurses along chains of rules, and a stack overflow would end the process
@@ -130,9 +130,10 @@ def _is_spent(matcher: LLMatcher) -> bool:
 
 def as_part(grammar: Grammar, name: str) -> dict[str, Any]:
     """Returns a schema, a grammar or a regular expression as part `name` of an "llguidance" grammar."""
+    text = _to_llguidance(grammar)
     if grammar.kind == "grammar":
-        return {"name": name, "lark_grammar": any_to_lark(grammar.text) + _WITHOUT_FORCING}
-    (part,) = json.loads(_to_llguidance(grammar))["grammars"]
+        return {"name": name, "lark_grammar": text}
+    (part,) = json.loads(text)["grammars"]
     return {**part, "name": name}
 
 
