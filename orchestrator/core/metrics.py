@@ -379,7 +379,7 @@ class RoundMetrics:
         request, outcome = ended.request, ended.outcome
         report = request.metrics.on_ended(ended, now_ns)
         if not ended.read:
-            self.rounds.add(outcome.idle_ns + outcome.work.duration_ns)
+            self.rounds.add(ended.took_ns)
             if outcome.work.ended_ns != self._verified_ns:  # several requests report the same forward
                 self._verified_ns = outcome.work.ended_ns
                 self.verifies.add(outcome.work.duration_ns)

@@ -150,8 +150,7 @@ class Planner:
         self._observe_copy(ended)
         if ended.read:
             return
-        proposal, estimates = ended.proposal, self.estimates
-        round_ms = outcome.idle_ns / MILLISECOND_NS + outcome.work.milliseconds  # since the outcome before
+        proposal, estimates, round_ms = ended.proposal, self.estimates, ended.took_ns / MILLISECOND_NS
         estimates.observe_round(len(kept), round_ms)
         if proposal.lookup is not Lookup.NONE:
             # A late branch counts too: the proposer decides whether it is worth a wait.
@@ -257,8 +256,9 @@ class Planner:
         if key not in self._policies:
             copies = self._settings.ngrams and not sources.others
             modes = ("ar", "sd", "ssd") if sources.workers else ("ar", "sd") if copies else ("ar",)
-            most = self._max_depth(admit), self._max_branches(admit, sources.workers)
-            policy = Policy(self.estimates, modes, *most, admit.branches is not None, sources.others)
+            fixed = admit.branches is not None
+            branches = self._max_branches(admit, sources.workers)
+            policy = Policy(self.estimates, modes, self._max_depth(admit), branches, fixed, sources.others)
             policy.set_load(self.estimates.active, self._is_reading_prompt)
             for records in (self._tunings, self._stored) if sources.workers or sources.others else ():
                 record = nearest_record(records, admit.sampling.temp)

@@ -406,3 +406,8 @@ class SettledRound:
     decided: Span | None = None
     waited: bool = False
     covered: int = 0
+
+    @property
+    def took_ns(self) -> int:
+        """The time since the outcome before, by the target's clock."""
+        return self.outcome.idle_ns + self.outcome.work.duration_ns

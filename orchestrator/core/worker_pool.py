@@ -243,7 +243,8 @@ class WorkerPool:
         if now_ns < self._next_ping_ns:
             return
         self._next_ping_ns = now_ns + int(self.ping_interval_s * SECOND_NS)
-        self._ping_serial, self._pinged_ns = self._ping_serial + 1, clock.now()
+        self._ping_serial += 1
+        self._pinged_ns = clock.now()
         for worker in self._registry.all():
             worker.heartbeat.unanswered += 1
             if worker.entered and worker.key and not self._registry.is_key_allowed(worker.role, worker.key):
