@@ -68,6 +68,8 @@ class GgufArchitecture:
 
 
 _LLAMA = {**_NORMS, **_ATTENTION, **_MLP}
+_GEMMA = {**_LLAMA, **_FOUR_NORMS}
+_ROUTING = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 ARCHITECTURES = {
     "llama": GgufArchitecture("llama", "LlamaForCausalLM", _LLAMA, permuted=True),
@@ -77,17 +79,11 @@ ARCHITECTURES = {
     "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM", _LLAMA),
     "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM", {**_LLAMA, **_HEAD_NORMS}),
     "qwen3moe": GgufArchitecture(
-        "qwen3_moe", "Qwen3MoeForCausalLM", {**_NORMS, **_ATTENTION, **_HEAD_NORMS, **_EXPERTS}
+        "qwen3_moe", "Qwen3MoeForCausalLM", {**_NORMS, **_ATTENTION, **_HEAD_NORMS, **_EXPERTS}, settings=_ROUTING
     ),
-    "gemma2": GgufArchitecture(
-        "gemma2", "Gemma2ForCausalLM", {**_LLAMA, **_FOUR_NORMS}, norms_plus_one=True, settings=_GELU
-    ),
+    "gemma2": GgufArchitecture("gemma2", "Gemma2ForCausalLM", _GEMMA, norms_plus_one=True, settings=_GELU),
     "gemma3": GgufArchitecture(
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        {**_LLAMA, **_FOUR_NORMS, **_HEAD_NORMS},
-        norms_plus_one=True,
-        settings=_GELU,
+        "gemma3_text", "Gemma3ForCausalLM", {**_GEMMA, **_HEAD_NORMS}, norms_plus_one=True, settings=_GELU
     ),
     "olmo2": GgufArchitecture("olmo2", "Olmo2ForCausalLM", {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_OUTPUT_NORMS}),
     "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM", {**_NORMS, **_FUSED}),
@@ -267,9 +263,6 @@ def _architecture_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str,
             "num_experts": file.size("qwen3moe.expert_count"),
             "num_experts_per_tok": file.size("qwen3moe.expert_used_count"),
             "moe_intermediate_size": file.size("qwen3moe.expert_feed_forward_length"),
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
         }
     if name == "olmo2" and "olmo2.attention.sliding_window" in file.metadata:
         window = file.size("olmo2.attention.sliding_window")
