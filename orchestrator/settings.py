@@ -85,8 +85,9 @@ class ServeSettings:
     - `draft_backend` mtp: the head in the model's own folder, unless `draft_model` names another; auto: by the files of
       `draft_model`. `head`: a kind, such as "mtp", means the model's own, or one that comes with the tiny target. A
       head that can't be used is left out. `head_in` draft-worker: the target sends it the features that it reads.
-    - `pin_cores`: turn it off if another cluster runs on the machine. `worker_timeout`: a drafter
-      that is silent for a fifth of it is not waited for. `prompt_cache`: keeps ended texts if running ones leave room.
+    - `threads` None: see `machine.system.threads_of`. `pin_cores`: turn it off if another cluster runs on the machine.
+      `worker_timeout`: a drafter that is silent for a fifth of it is not waited for. `prompt_cache`: keeps ended texts
+      if running ones leave room.
     - `keyed`: endpoints for other machines always require keys. `await_target`: the target may have several ranks.
 
     Raises:
@@ -139,12 +140,17 @@ class ServeSettings:
     trees: bool = switch(
         False, DRAFTING, help="verify trees of alternative drafts instead of chains, if the target can and it is faster"
     )
-    threads: int = count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products, at most one per core")
+    threads: int | None = count(
+        None, 1, 1024, WORKERS,
+        help="threads of each worker on a CPU (default: 1 for a drafter, for the target the other cores, up to 8)",
+    )  # fmt: skip
     cpu_kernels: str = _enum(
         "auto", ("auto", "mlx"), WORKERS,
         help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support",
     )  # fmt: skip
-    pin_cores: bool = switch(True, WORKERS, help="on two cores, do not pin target and drafter to one each")
+    pin_cores: bool = switch(
+        True, WORKERS, help="share the machine with other clusters: one thread per worker, on any core"
+    )
     shards: int = count(1, 1, 64, WORKERS, help="ranks of the target on this machine")
     prefill_workers: int = count(0, 0, MAX_DRAFTERS, WORKERS, help="number of processes that read long prompts")
     prefill_from: int | None = count(
@@ -327,7 +333,7 @@ class Settings(TypedDict, total=False):
     ngrams: bool
     ngram_table: str | os.PathLike[str] | None
     trees: bool
-    threads: int
+    threads: int | None
     cpu_kernels: str
     pin_cores: bool
     shards: int

@@ -14,10 +14,11 @@ import atexit
 import ctypes
 import json
 import logging
+import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -61,13 +62,31 @@ def physical_memory(groups: Path = CONTROL_GROUPS, own: Path = OWN_GROUPS) -> in
     `groups`: the folder of Linux's control groups of both versions; `own`: the file with the names of this process's.
     """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _limit_files("memory.limit_in_bytes", "memory.max", groups, own):
+        with suppress(OSError, ValueError):  # no such file, or the word "max"
+            limits.append(int(file.read_text()))
+    return min(limits)
+
+
+def cpu_quota(groups: Path = CONTROL_GROUPS, own: Path = OWN_GROUPS) -> float:
+    """Returns how many CPUs' time a container, a service or a job allows this process; infinity: no limit.
+
+    Arguments as for `physical_memory`.
+    """
+    limits = [math.inf]
+    for file in _limit_files("cpu.cfs_quota_us", "cpu.max", groups, own):
+        with suppress(OSError, ValueError):  # no such file, or the word "max"
+            quota, _, period = file.read_text().partition(" ")
+            limits.append(int(quota) / int(period or file.with_name("cpu.cfs_period_us").read_text()))
+    return min(limit for limit in limits if limit > 0)  # version 1 has -1 for no limit
+
+
+def _limit_files(version_1: str, version_2: str, groups: Path, own: Path) -> Iterator[Path]:
+    """Yields the files of a limit, by its name in each version, in this process's control groups and their parents."""
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, name = line.split(":", 2)
-        file = groups / controllers / name.strip("/") / ("memory.limit_in_bytes" if controllers else "memory.max")
-        for folder in file.parents:
-            with suppress(OSError, ValueError):  # no such file, or the word "max"
-                limits.append(int((folder / file.name).read_text()))
-    return min(limits)
+        file = groups / controllers / name.strip("/") / (version_1 if controllers else version_2)
+        yield from (folder / file.name for folder in file.parents)
 
 
 def configure_logging(level: str, form: str, process: str, shared_fd: int | None = None) -> None:

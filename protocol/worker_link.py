@@ -84,6 +84,9 @@ prefill) to a list of a module and its first arguments; the worker's usual argum
 DRAFTER_CORE_VARIABLE = "OUTRIDER_DRAFTER_CORE"
 """The environment variable with the number of the drafters' core, for a target that may use it while they are idle."""
 
+ANY_CORE = "any"
+"""Its value if processes are not pinned to cores, but the target's threads leave one to the drafters."""
+
 Request = TypeVar("Request")
 
 

@@ -36,6 +36,7 @@ from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.settings import ServeSettings, check_setting
 from outrider.protocol import values
@@ -113,10 +114,10 @@ def run(options: argparse.Namespace) -> int:
         for sampling in samplings:
             best = families.best(trials, sampling, lambda message: screen.show(f"trial, {message}"))
             runs = run_interleaved(best, prompts, sampling, screen.show)
-            found = report.make_sections(runs, classes, sampling.temp, settings.threads, families.weight_bytes)
+            found = report.make_sections(runs, classes, sampling.temp, families.threads, families.weight_bytes)
             at = f"T={sampling.temp:g}"
             raw[at] = {name: list(map(_run_to_dict, classes, of_name)) for name, of_name in runs.items()}
-            ratios[at] = report.compare_families(runs, classes, settings.threads)
+            ratios[at] = report.compare_families(runs, classes, families.threads)
             sections += found
             screen.clear()
             for section in found:
@@ -186,14 +187,14 @@ def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Se
         cluster = stack.enter_context(LocalCluster(progress=screen.show, **started))
         client = cluster.client()
         one_mlx_lm = stack.enter_context(mlx_lm(settings)) if peers.mlx_lm else None
-        both_cores, slots = replace(settings, threads=2 * settings.threads), dict[int, PeerProcess]()
+        all_threads, slots = replace(settings, threads=system.all_threads(settings)), dict[int, PeerProcess]()
         for sampling, width in product((replace(s, seed=0, ignore_eos=True) for s in samplings), widths):
             turns = cycle(prompts)
             first, *rounds = [list(islice(turns, width)) for _ in range(count + 1)]
             runners: dict[str, BatchRunner] = {mode: mode_batch_runner(client, mode, width) for mode in modes}
             if peers.gguf is not None:  # a slot for each request, and the threads of our target and drafter together
                 if width not in slots:
-                    slots[width] = stack.enter_context(llama_cpp(both_cores, peers.gguf, slots=width))
+                    slots[width] = stack.enter_context(llama_cpp(all_threads, peers.gguf, slots=width))
                 runners[LLAMA_CPP] = slots[width].run_batch
             if one_mlx_lm is not None:
                 screen.show(f"{width} requests: choosing mlx-lm's prefill batch size")

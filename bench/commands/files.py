@@ -78,7 +78,7 @@ def describe_machine(settings: ServeSettings) -> dict[str, Any]:
         "processor": processor,
         "versions": versions,
         "blas": system.blas_notes(),
-        "threads": settings.threads,
+        "threads": {role: system.threads_of(role, settings) for role in ("target", "draft")},
         "branches": settings.breadth,
     }
 

@@ -22,6 +22,7 @@ from outrider.bench.comparison.peers import ChosenPeers, llama_cpp
 from outrider.bench.comparison.runners import llama_cpp_name
 from outrider.bench.comparison.runs import SEED_STRIDE, BatchRunner, Texts, mode_batch_runner, run_interleaved
 from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.sampling import SamplingParams
 
@@ -63,6 +64,7 @@ def measure_footprint(
         OutriderError: a cluster or a peer can't be started.
     """
     given = {"progress": progress, **given, "memory": False}
+    target_threads = system.threads_of("target", settings)
     starts = []
     for _ in range(START_REPEATS):
         begun = time.perf_counter()
@@ -81,7 +83,7 @@ def measure_footprint(
         memory = {OUTRIDER_MODE: peak_memory(cluster.pid, lambda: ours(texts, sampling))}
     if peers.gguf is not None:
         with llama_cpp(settings, peers.gguf, slots=MEMORY_REQUESTS) as process:
-            memory[llama_cpp_name(settings.threads)] = peak_memory(
+            memory[llama_cpp_name(target_threads)] = peak_memory(
                 process.pid, lambda: process.run_batch(texts, sampling)
             )
 
@@ -89,7 +91,7 @@ def measure_footprint(
         client = stack.enter_context(LocalCluster(**given)).client()
         runners: dict[str, BatchRunner] = {OUTRIDER_MODE: mode_batch_runner(client, OUTRIDER_MODE, 1)}
         if peers.gguf is not None:
-            for threads in (settings.threads, 2 * settings.threads):
+            for threads in dict.fromkeys((target_threads, system.all_threads(settings))):
                 process = stack.enter_context(llama_cpp(replace(settings, threads=threads), peers.gguf))
                 runners[llama_cpp_name(threads)] = process.run_batch
         prompts: list[Texts] = [[prompt] for prompt in _cut_prompts(words, LATENCY_ROUNDS + 1, LATENCY_PROMPT_TOKENS)]

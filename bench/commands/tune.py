@@ -161,8 +161,8 @@ def _measure_arms(options: argparse.Namespace, pair: ChosenPair, screen: Screen)
         ran, waited = (now - before for now, before in zip(_cpu_times(target), (ran, waited), strict=True))
     if len(found.best_arms()) == 1:
         raise WorkerError(f"nothing was drafted: {'; '.join(cluster.notes) or 'all chains were empty'}")
-    wanted = settings.threads * (settings.shards + settings.drafters)
-    return found, waited / max(ran + waited, 1) if len(system.USABLE_CORES) >= wanted else 0.0
+    share = waited / max(ran + waited, 1)
+    return found, share if len(system.USABLE_CPUS) >= system.all_threads(settings) else 0.0
 
 
 def _cpu_times(target: int) -> tuple[int, int]:
@@ -249,12 +249,12 @@ def _suggest_devices(settings: ServeSettings) -> list[str]:
 
 
 def _compare_placements(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> list[str]:
-    """Compares `auto` with a core for each model and with both models in one process on all these cores.
+    """Compares `auto` with a process for each model and with both models in one process on the same cores.
 
     Only where both run on the same CPU: a small target can gain more from a second core than from a drafter on it.
     """
-    threads = 2 * pair.settings.threads
-    if not pair.settings.can_colocate or sys.platform == "darwin" or len(system.USABLE_CORES) < threads:
+    threads = system.all_threads(pair.settings)
+    if not pair.settings.can_colocate or sys.platform == "darwin" or len(system.USABLE_CPUS) < threads:
         return []
     given = {**flags.settings_of(options), "memory": False}
     sampling = SamplingParams(max_tokens=160, temp=options.temp, ignore_eos=True)
@@ -267,9 +267,10 @@ def _compare_placements(options: argparse.Namespace, pair: ChosenPair, screen: S
         runs = run_interleaved(runners, texts, sampling, lambda step: screen.show(f"tune: {step}"))
     screen.clear()
     rates = {name: total_rate([run.timed for run in of_name]) for name, of_name in runs.items()}
+    flag = "--colocate" + (f" --threads {threads}" if pair.settings.threads is not None else "")
     return [
         "",
         "auto, by placement (tok/s):",
         f"  a process for each model               {rates['apart']:7.1f}",
-        f"  --colocate --threads {threads:<3}               {rates['together']:7.1f}",
+        f"  {flag:<38} {rates['together']:7.1f}",
     ]

@@ -75,7 +75,9 @@ class PeerProcess(HelperProcess):
     """A peer's process, with our target's BLAS, threads and core. `given` are the arguments of the peer's class."""
 
     def __init__(self, name: str, settings: ServeSettings, /, **given: Any) -> None:
-        super().__init__("outrider.bench.helper", CLASSES[name], json.dumps(given), threads=settings.threads)
+        super().__init__(
+            "outrider.bench.helper", CLASSES[name], json.dumps(given), threads=system.threads_of("target", settings)
+        )
         self._name = name
         system.assign_core(self.pid, "target", settings)
 
@@ -107,11 +109,12 @@ def llama_cpp(
     speculation: LlamaSpeculation | None = None,
     draft: Path | None = None,
 ) -> PeerProcess:
-    """Starts llama.cpp on a GGUF file, with the threads of the settings."""
+    """Starts llama.cpp on a GGUF file, with the target's threads."""
     given = asdict(speculation) if speculation is not None else {}
     draft_model = str(draft) if draft is not None else None
+    threads = system.threads_of("target", settings)
     return PeerProcess(
-        LLAMA_CPP, settings, model=str(file), draft_model=draft_model, threads=settings.threads, slots=slots, **given
+        LLAMA_CPP, settings, model=str(file), draft_model=draft_model, threads=threads, slots=slots, **given
     )
 
 

@@ -91,10 +91,13 @@ class Section:
 
 
 def make_sections(
-    runs: Mapping[str, list[Run]], classes: Sequence[str], temp: float, threads: int, weight_bytes: int
+    runs: Mapping[str, list[Run]], classes: Sequence[str], temp: float, threads: tuple[int, int], weight_bytes: int
 ) -> list[Section]:
-    """Summarizes the runs of all classes together and of each class. `classes`: the class of each prompt. The notes of
-    the first table tell what the target reads in one forward, `weight_bytes`, per second."""
+    """Summarizes the runs of all classes together and of each class. The notes of the first table tell what the target
+    reads in one forward, `weight_bytes`, per second.
+
+    `classes`: the class of each prompt. `threads`: the target's, and those of all workers.
+    """
     found = []
     for kind in (ALL_CLASSES, *dict.fromkeys(classes)):
         of_kind = filter_by_class(runs, classes, kind)
@@ -103,10 +106,10 @@ def make_sections(
 
 
 def _make_section(
-    kind: str, temp: float, threads: int, runs: Mapping[str, list[Run]], weight_bytes: int | None
+    kind: str, temp: float, threads: tuple[int, int], runs: Mapping[str, list[Run]], weight_bytes: int | None
 ) -> Section:
     """Summarizes runs, fastest first. `weight_bytes` None: without notes."""
-    conditions = f"{threads} BLAS thread{'s' * (threads > 1)} per worker"
+    conditions = f"threads: target {threads[0]}, all workers {threads[1]}"
     rows, lines = [], list[str]()
     for name, of_name in runs.items():
         found = summarize([run.timings for run in of_name if run.timings is not None])
@@ -188,18 +191,20 @@ class Ratio:
     value: Interval
 
 
-def compare_families(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], threads: int) -> list[Ratio]:
+def compare_families(
+    runs: Mapping[str, Sequence[Run]], classes: Sequence[str], threads: tuple[int, int]
+) -> list[Ratio]:
     """Returns ratios of the best runner of a family to the best of others, for all classes together and for each class,
-    if there are runners on both sides. `classes`: the class of each prompt. `threads`: of each of our workers."""
-    same, twice = (f", {n} thread{'s' * (n > 1)}" for n in (threads, 2 * threads))
+    if there are runners on both sides. `classes`: the class of each prompt. `threads`: as for `make_sections`."""
+    same, all_threads = (f", {n} thread{'s' * (n > 1)}" for n in threads)
     ratios = []
     for name, family, others, cores in (
         (f"ar over {LLAMA_CPP}, same number of threads", "ar", [LLAMA_CPP], same),
         ("ssd over ar", "ssd", ["ar"], ""),
         ("ssd over the best sd", "ssd", ["sd"], ""),
         ("auto over the best mode", "auto", ["ar", "sd", "ssd"], ""),
-        (f"auto over the best of {LLAMA_CPP}, both cores", "auto", [LLAMA_CPP], twice),
-        (f"{ONE_PROCESS} over the same", ONE_PROCESS, [LLAMA_CPP], twice),
+        (f"auto over the best of {LLAMA_CPP}, all cores", "auto", [LLAMA_CPP], all_threads),
+        (f"{ONE_PROCESS} over the same", ONE_PROCESS, [LLAMA_CPP], all_threads),
         (f"{ONE_PROCESS} over auto", ONE_PROCESS, ["auto"], ""),
         (f"auto over the best of {MLX_LM}", "auto", [MLX_LM], ""),
     ):

@@ -41,7 +41,8 @@ class RunnerFamilies:
     """All runners by family and name. `stack` ends their clusters and peers.
 
     `given` are the cluster's settings as keywords; `settings` the same with resolved folders (see `pairing`).
-    `weight_bytes`: what the target reads in one forward. `notes`: those of all clusters, each once.
+    `threads`: the target's, and those of all workers. `weight_bytes`: what the target reads in one forward. `notes`:
+    those of all clusters, each once.
 
     Raises:
         OutriderError: a cluster or a peer can't be started.
@@ -61,13 +62,14 @@ class RunnerFamilies:
         self.families: list[dict[str, PromptRunner]] = []
         self.notes: dict[str, None] = {}
         self._stack, self._settings, self._depths, self._progress = stack, settings, depths, progress
+        self.threads = system.threads_of("target", settings), system.all_threads(settings)
         self._add_modes(given)
         if peers.mlx_lm:
             self._add_mlx_lm()
         if peers.gguf is not None:
             self._add_llama_cpp(peers.gguf, peers.draft)
-        if settings.can_colocate:  # SSD uses one core per worker, so two
-            client = self._start_cluster({**given, "colocate": True, "threads": 2 * settings.threads})
+        if settings.can_colocate:  # SSD uses the drafter's core, too
+            client = self._start_cluster({**given, "colocate": True, "threads": self.threads[1]})
             self.families.append({ONE_PROCESS: mode_runner(client, "auto")})
 
     def best(
@@ -87,6 +89,7 @@ class RunnerFamilies:
         """
         depths, drafts = self._depths, self._settings.draft_backend != "ngram"
         without_drafter = {k: v for k, v in given.items() if k not in DRAFT_WORKER_SETTINGS}
+        without_drafter["threads"] = self.threads[0]
         client = ngrams = self._start_cluster(given)
         clients = {"n-gram": client}
         self.weight_bytes = target_stats(client).weight_bytes
@@ -101,7 +104,7 @@ class RunnerFamilies:
         )
         self._pin(ngrams)
         if self._settings.can_colocate:
-            together = self._start_cluster({**given, "colocate": True})
+            together = self._start_cluster({**given, "colocate": True, "threads": self.threads[0]})
             self._pin(together)
             self.families.append({f"sd {COLOCATED} K={k}": mode_runner(together, "sd", k) for k in depths})
         if drafts:
@@ -115,16 +118,17 @@ class RunnerFamilies:
             self.families.append({f"{MLX_LM} sd K={n}": partial(process.run, num_draft_tokens=n) for n in self._depths})
 
     def _add_llama_cpp(self, gguf: Path, draft: Path | None) -> None:
-        """Adds llama.cpp with our target's threads, and with twice as many without and with its own speculation."""
-        twice = replace(self._settings, threads=2 * self._settings.threads)
-        for settings in (self._settings, twice):
-            process = self._stack.enter_context(llama_cpp(settings, gguf))
-            self.families.append({llama_cpp_name(settings.threads): process.run})
+        """Adds llama.cpp with our target's threads, and with those of all our workers without and with its own
+        speculation."""
+        for threads in dict.fromkeys(self.threads):
+            process = self._stack.enter_context(llama_cpp(replace(self._settings, threads=threads), gguf))
+            self.families.append({llama_cpp_name(threads): process.run})
+        all_threads = replace(self._settings, threads=self.threads[1])
         self.families.append({})
         for speculation in (*SPECULATIONS, *(DRAFT_SPECULATIONS if draft is not None else ())):
             self._progress(f"{LLAMA_CPP} {speculation.name}")
-            process = self._stack.enter_context(llama_cpp(twice, gguf, speculation=speculation, draft=draft))
-            self.families[-1][llama_cpp_name(twice.threads, speculation.name)] = process.run
+            process = self._stack.enter_context(llama_cpp(all_threads, gguf, speculation=speculation, draft=draft))
+            self.families[-1][llama_cpp_name(self.threads[1], speculation.name)] = process.run
 
     def _start_cluster(self, given: dict[str, Any]) -> Client:
         cluster = self._stack.enter_context(LocalCluster(progress=self._progress, **{"memory": False, **given}))

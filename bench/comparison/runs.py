@@ -30,8 +30,8 @@ R = TypeVar("R")
 # Part of the name of a runner with the draft model in the target's process.
 COLOCATED = "colocated"
 
-# `auto` with both models in one process, on both cores.
-ONE_PROCESS = f"{COLOCATED} auto, both cores"
+# `auto` with both models in one process, on all cores.
+ONE_PROCESS = f"{COLOCATED} auto, all cores"
 
 # The distance of the seeds of two rounds: more than the requests of a round, each of which has its own seed.
 SEED_STRIDE = 1000

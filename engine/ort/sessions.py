@@ -27,7 +27,7 @@ from outrider.engine.ort import exact_biases
 from outrider.protocol.digest import cache_folder, make_cached, model_digest, read_json, replace_file, use_cached
 from outrider.protocol.errors import ModelError, first_line
 from outrider.protocol.process import cpu_flags, physical_memory
-from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
+from outrider.protocol.worker_link import ANY_CORE, DRAFTER_CORE_VARIABLE
 
 if TYPE_CHECKING:
     from outrider.engine.ort.graph import Graph
@@ -205,11 +205,11 @@ def _to_ort_values(graph: Graph) -> dict[str, Any]:
     return {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in graph.weights.items()}
 
 
-def _open_session(source: bytes | str, weights: dict[str, Any] | None, core: int | None = None) -> Any:
-    """Opens a session; with `core` it has one more thread, on that core."""
+def _open_session(source: bytes | str, weights: dict[str, Any] | None, core: str | None = None) -> Any:
+    """Opens a session; with `core` (see `drafter_core`) it has one more thread, on that core."""
     options = _make_options(num_threads() + (core is not None))
-    if core is not None:
-        options.add_session_config_entry("session.intra_op_thread_affinities", str(core + 1))
+    if core not in (None, ANY_CORE):
+        options.add_session_config_entry("session.intra_op_thread_affinities", str(int(core) + 1))
     return _create_session(source, options, weights)
 
 
@@ -246,10 +246,11 @@ def num_threads() -> int:
     return int(given) if given.isdigit() and int(given) > 0 else 1
 
 
-def drafter_core() -> int | None:
-    """Returns the drafters' core, which a target may use while they are idle; None: they have no own core."""
+def drafter_core() -> str | None:
+    """Returns the number of the drafters' core, which a target may use while they are idle, or `ANY_CORE`; None: they
+    have no core of their own."""
     given = os.environ.get(DRAFTER_CORE_VARIABLE, "")
-    return int(given) if given.isdigit() else None
+    return given if given.isdigit() or given == ANY_CORE else None
 
 
 def _cores_name() -> str:

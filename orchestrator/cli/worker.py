@@ -19,7 +19,7 @@ from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec, vocabulary_digest
 from outrider.orchestrator.settings import LOG_LEVELS, ServeSettings
-from outrider.protocol.endpoints import find_client_keys, parse_endpoint, probe, require_server
+from outrider.protocol.endpoints import find_client_keys, is_local, parse_endpoint, probe, require_server
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.keys import Keyring, parse_key
 
@@ -87,7 +87,9 @@ def run(options: argparse.Namespace) -> int:
     if options.role != "target":
         command += _joining_options(options, pair)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # kept until the worker can end cleanly (WorkerLink)
-    os.execve(command[0], command, system.blas_environment(child_environment(), settings.threads, settings.cpu_kernels))
+    far = options.role == "draft" and not is_local(parse_endpoint(endpoint))  # its machine's cores are its own
+    threads = system.threads_of("target" if far else options.role, settings)
+    os.execve(command[0], command, system.blas_environment(child_environment(), threads, settings.cpu_kernels))
 
 
 def _joining_options(options: argparse.Namespace, pair: ChosenPair) -> list[str]:

@@ -41,7 +41,7 @@ def spawn_worker(
     system.require_mlx()
     env = {
         **MALLOC_ENV,
-        **system.blas_environment(child_environment(), settings.threads, settings.cpu_kernels),
+        **system.blas_environment(child_environment(), system.threads_of(role, settings), settings.cpu_kernels),
         **system.drafter_core_variable(role, settings),
     }
     command = worker_command(role, name, endpoint, settings, STDIN)

@@ -4,6 +4,8 @@
 linear in rows; preloaded, OpenBLAS replaces it. On macOS MLX uses Accelerate. `require_mlx`: checks for MLX's library,
 which on Linux is a separate package that the user chooses.
 
+`threads_of`: how many threads a worker computes with, by the cores of this machine or the CPU time of a container.
+
 `assign_core`: assigns a process its core, only on a machine with two: target and drafter have one each, and the
 orchestrator has priority on the drafter's. On the target's core it would delay the target's forwards, for which
 everything waits, and the drafter works ahead anyway (docs/log/2026-11.md). Linux only.
@@ -19,6 +21,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from ctypes.util import find_library
 from functools import cache
@@ -27,9 +30,9 @@ from pathlib import Path
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError, InvalidRequest
-from outrider.protocol.process import CONTROL_GROUPS, cpu_flags, physical_memory
+from outrider.protocol.process import CONTROL_GROUPS, cpu_flags, cpu_quota, physical_memory
 from outrider.protocol.version import install_command
-from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE, DRAFTER_CORE_VARIABLE
+from outrider.protocol.worker_link import ANY_CORE, CPU_KERNELS_VARIABLE, DRAFTER_CORE_VARIABLE
 
 NO_OPENBLAS_NOTE = (
     "no OpenBLAS was found; ONNX Runtime computes the default model and most others on a CPU and doesn't need it"
@@ -50,8 +53,26 @@ MLX_LIBRARY = Path("lib", "libmlx.so")
 DRAFTER_NICE = 5
 """The drafter's nice value on the orchestrator's core: about a third of the orchestrator's share when both run."""
 
-USABLE_CORES: list[int] = sorted(getattr(os, "sched_getaffinity", lambda _: ())(0))
-"""The cores that this process may use; empty where it can't choose (macOS)."""
+MAX_DEFAULT_THREADS = 8
+"""With more threads, generating a token hardly gets faster, since its time is that of reading the weights."""
+
+USABLE_CPUS: list[int] = sorted(getattr(os, "sched_getaffinity", lambda _: ())(0))
+"""The logical CPUs that this process may use; empty where it can't choose (macOS)."""
+
+
+def _find_cores(cpus: Sequence[int], topology: Path) -> list[int]:
+    """Returns the first CPU of each core, or all CPUs of a single core."""
+    cores: dict[str, int] = {}
+    for cpu in cpus:
+        siblings = str(cpu)
+        with suppress(OSError):
+            siblings = (topology / f"cpu{cpu}/topology/thread_siblings_list").read_text()
+        cores.setdefault(siblings, cpu)
+    return list(cores.values()) if len(cores) > 1 else list(cpus)
+
+
+USABLE_CORES = _find_cores(USABLE_CPUS, Path("/sys/devices/system/cpu"))
+"""The CPUs to compute on, one per core, since a second thread on a core gains little; empty as above."""
 
 WANTED_OPEN_FILES = 65_536
 
@@ -102,7 +123,7 @@ def blas_environment(base: dict[str, str], threads: int, kernels: str | None = N
 
     `kernels`: what computes forwards on a CPU (`protocol.worker_link`); None: as in `base`.
     """
-    threads = min(threads, len(USABLE_CORES) or os.cpu_count() or threads)
+    threads = min(threads, len(USABLE_CPUS) or os.cpu_count() or threads)
     changed = {**base, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
     if kernels is not None:
         changed[CPU_KERNELS_VARIABLE] = kernels
@@ -128,6 +149,35 @@ def require_mlx() -> None:
         raise InvalidRequest(f"MLX has no backend installed; run {install_command('cpu')}, or the extra cuda for a GPU")
 
 
+def threads_of(role: str, settings: ServeSettings) -> int:
+    """Returns the number of threads with which a worker of this `role` computes on a CPU.
+
+    By default a drafter has one, and targets and prefill workers share the other cores, unless the machine has another
+    cluster.
+    """
+    if settings.threads is not None:
+        return settings.threads
+    if role == "draft" or not settings.pin_cores:
+        return 1
+    share = (_num_cores() - _num_drafters(settings)) // (settings.shards + settings.prefill_workers)
+    return max(1, min(share, MAX_DEFAULT_THREADS))
+
+
+def all_threads(settings: ServeSettings) -> int:
+    """Returns the number of threads with which target and drafters compute together."""
+    of_drafters = threads_of("draft", settings) * _num_drafters(settings)
+    return threads_of("target", settings) * settings.shards + of_drafters
+
+
+def _num_cores() -> int:
+    """Returns the number of cores whose time this process may use."""
+    return int(min(len(USABLE_CORES), cpu_quota()))
+
+
+def _num_drafters(settings: ServeSettings) -> int:
+    return settings.drafters if settings.has_draft_worker else 0
+
+
 def assign_core(pid: int, role: str, settings: ServeSettings) -> None:
     """Pins the process of a `role` to its core; on the orchestrator's core it gets a lower priority."""
     core = core_of(role, settings)
@@ -138,7 +188,7 @@ def assign_core(pid: int, role: str, settings: ServeSettings) -> None:
 
 def core_of(role: str, settings: ServeSettings) -> int | None:
     """Returns the core for a `target`, `draft` or `orchestrator` process; None for any core, and for other roles."""
-    if len(USABLE_CORES) != 2 or settings.threads != 1 or not settings.has_draft_worker:
+    if len(USABLE_CORES) != 2 or threads_of("target", settings) != 1 or not settings.has_draft_worker:
         return None
     if settings.shards > 1 or not settings.pin_cores:  # ranks that wait for each other would take turns on one core
         return None
@@ -148,15 +198,25 @@ def core_of(role: str, settings: ServeSettings) -> int | None:
 def drafter_core_variable(role: str, settings: ServeSettings) -> dict[str, str]:
     """Returns the environment variable that tells a target the drafters' core, if they have one of their own."""
     core = core_of("draft", settings)
-    return {DRAFTER_CORE_VARIABLE: str(core)} if role == "target" and core is not None else {}
+    if role != "target" or not (core is not None or _leaves_core_to_drafters(settings)):
+        return {}
+    return {DRAFTER_CORE_VARIABLE: ANY_CORE if core is None else str(core)}
+
+
+def _leaves_core_to_drafters(settings: ServeSettings) -> bool:
+    """Whether the target's threads leave a core to drafters, on a machine where no process has a core of its own."""
+    alone = settings.pin_cores and settings.shards == 1 and settings.prefill_workers == 0  # nobody else computes
+    threads = threads_of("target", settings)
+    wanted = settings.threads is None and settings.has_draft_worker and threads < MAX_DEFAULT_THREADS
+    return alone and wanted and threads < _num_cores()
 
 
 def pin_to_core(pid: int, core: int | None) -> None:
-    """Pins process `pid` (0: this one), and those that it starts later, to `core`; None: to all `USABLE_CORES`."""
+    """Pins process `pid` (0: this one), and those that it starts later, to `core`; None: to all `USABLE_CPUS`."""
     if not sys.platform.startswith("linux"):
         return
     with suppress(OSError):  # the process has ended, or pinning is not allowed here
-        os.sched_setaffinity(pid, USABLE_CORES if core is None else {core})
+        os.sched_setaffinity(pid, USABLE_CPUS if core is None else {core})
 
 
 def lower_priority(pid: int) -> None:

@@ -21,13 +21,13 @@ RUNS["ar"] = [
 
 
 def make_sections() -> list[report.Section]:
-    return report.make_sections(RUNS, ["code", "json", "code"], 0.8, 1, 10**6)
+    return report.make_sections(RUNS, ["code", "json", "code"], 0.8, (1, 2), 10**6)
 
 
 def test_a_table_has_rates_ratios_and_notes_about_our_runners() -> None:
     first, *_ = make_sections()
     table = report.format_section(first)
-    assert "all, T = 0.8: 3 prompts, 0% of 4-grams repeated; 1 BLAS thread per worker" in table
+    assert "all, T = 0.8: 3 prompts, 0% of 4-grams repeated; threads: target 1, all workers 2" in table
     row = next(line for line in table.splitlines() if line.startswith("| ssd"))
     assert [cell.strip() for cell in row.split("|")][2:4] == ["192.0", "3.00 [3.00, 3.00]"]
     (note,) = first.notes

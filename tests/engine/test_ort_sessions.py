@@ -26,7 +26,7 @@ from outrider.orchestrator.machine.system import USABLE_CORES
 from outrider.protocol import digest
 from outrider.protocol.digest import CACHE_VARIABLE
 from outrider.protocol.errors import ModelError
-from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
+from outrider.protocol.worker_link import ANY_CORE, DRAFTER_CORE_VARIABLE
 from tests.engine.test_ort import PER_TOKEN, sums_fit
 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
@@ -363,9 +363,10 @@ def test_biases_are_rounded_where_packed_weights_have_no_place_for_them(
 
 
 @pytest.mark.usefixtures("rounding")
-def test_logits_are_bit_equal_for_any_number_of_cores(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("core", [str(CORE), ANY_CORE])
+def test_logits_are_bit_equal_for_any_number_of_cores(model: Path, monkeypatch: pytest.MonkeyPatch, core: str) -> None:
     alone = logits(model)
-    monkeypatch.setenv(DRAFTER_CORE_VARIABLE, str(CORE))
+    monkeypatch.setenv(DRAFTER_CORE_VARIABLE, core)
     opened = load(model)
     assert opened.cpu is not None and opened.cpu.has_all_cores and probe_abilities(opened).all_cores
     assert np.array_equal(logits(model, all_cores=True), alone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import Cancel, Generate
-from outrider.protocol.process import physical_memory
+from outrider.protocol.process import cpu_quota, physical_memory
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost, KvUse
 from tests.orchestrator.scripted_server import worker_stats
@@ -67,6 +68,28 @@ def test_physical_memory_respects_the_limits_of_control_groups(tmp_path: Path, o
     for unlimited in ("max\n", f"{2**63 - 4096}\n"):
         limit.write_text(unlimited)
         assert physical_memory(groups, tmp_path / "own") == without
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cpus"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b", {"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4),
+        ("0::/a/b", {"a/cpu.max": "400000 100000", "a/b/cpu.max": "200000 100000"}, 2),
+        ("3:cpu,cpuacct:/x", {"cpu,cpuacct/cpu.cfs_quota_us": "50000", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 0.5),
+        ("3:cpu:/x", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, math.inf),
+        ("0::/", {}, math.inf),
+    ],
+)
+def test_cpu_quota_is_the_smallest_limit_of_control_groups(
+    tmp_path: Path, own: str, files: dict[str, str], cpus: float
+) -> None:
+    (tmp_path / "own").write_text(f"{own}\n")
+    for name, text in files.items():
+        file = tmp_path / "groups" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    assert cpu_quota(tmp_path / "groups", tmp_path / "own") == cpus
 
 
 def test_limit_below_one_context_is_refused_with_the_numbers():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,7 +26,7 @@ from outrider.orchestrator.machine.http_process import HttpProcess
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, WorkerError
-from outrider.protocol.worker_link import DRAFTER_CORE_VARIABLE
+from outrider.protocol.worker_link import ANY_CORE, DRAFTER_CORE_VARIABLE
 
 SETTINGS = ServeSettings(model="/m", draft_model="/d", log_level="info", fan_out="uniform")
 WAITS = "import os, sys; fd = int(sys.argv[1]); print('up', flush=True); os.read(fd, 1)"
@@ -232,7 +234,7 @@ def test_missing_mlx_backend_is_reported_before_any_start(monkeypatch, tmp_path)
 
 def test_openblas_is_preloaded_if_found(monkeypatch):
     monkeypatch.setattr(system, "find_openblas", lambda: "/lib/libopenblas.so.0")
-    monkeypatch.setattr(system, "USABLE_CORES", [0, 1, 2, 3])
+    monkeypatch.setattr(system, "USABLE_CPUS", [0, 1, 2, 3])
     made = system.blas_environment({"LD_PRELOAD": "/other.so", "A": "b"}, 3)
     assert made["LD_PRELOAD"] == "/other.so:/lib/libopenblas.so.0" and made["A"] == "b"
     assert {made[name] for name in system.THREAD_VARIABLES} == {"3"}
@@ -277,6 +279,7 @@ def test_missing_openblas_is_noted_with_its_cost(monkeypatch):
 
 def test_orchestrator_shares_the_drafters_core_on_two_cores(monkeypatch):
     monkeypatch.setattr(system, "USABLE_CORES", [4, 9])
+    monkeypatch.setattr(system, "cpu_quota", lambda: math.inf)
     assert [system.core_of(role, SETTINGS) for role in ("target", "orchestrator", "draft", "prefill")] == [
         4,
         9,
@@ -289,7 +292,58 @@ def test_orchestrator_shares_the_drafters_core_on_two_cores(monkeypatch):
     assert system.core_of("target", ServeSettings(draft_backend="ngram")) is None
     monkeypatch.setattr(system, "USABLE_CORES", [0, 1, 2, 3])
     assert system.core_of("draft", SETTINGS) is None
+    assert system.drafter_core_variable("target", SETTINGS) == {DRAFTER_CORE_VARIABLE: ANY_CORE}
+    assert system.drafter_core_variable("target", replace(SETTINGS, pin_cores=False)) == {}
+    monkeypatch.setattr(system, "cpu_quota", lambda: 1.5)
     assert system.drafter_core_variable("target", SETTINGS) == {}
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "settings", "target", "everyone"),
+    [
+        (2, math.inf, {}, 1, 2),
+        (2, math.inf, {"colocate": True}, 2, 2),
+        (2, math.inf, {"draft_backend": "ngram", "draft_model": None}, 2, 2),
+        (2, math.inf, {"threads": 2}, 2, 4),
+        (4, math.inf, {}, 3, 4),
+        (4, math.inf, {"drafters": 2}, 2, 4),
+        (4, math.inf, {"prefill_workers": 2}, 1, 2),
+        (6, math.inf, {"shards": 2}, 2, 5),
+        (64, math.inf, {}, system.MAX_DEFAULT_THREADS, system.MAX_DEFAULT_THREADS + 1),
+        (64, 4.0, {}, 3, 4),
+        (64, math.inf, {"pin_cores": False}, 1, 2),
+        (64, 0.5, {}, 1, 2),
+        (1, math.inf, {"drafters": 3}, 1, 4),
+        (0, math.inf, {}, 1, 2),  # a Mac
+    ],
+)
+def test_target_computes_on_the_cores_that_drafters_leave(
+    monkeypatch: pytest.MonkeyPatch, cores: int, quota: float, settings: dict[str, Any], target: int, everyone: int
+) -> None:
+    monkeypatch.setattr(system, "USABLE_CORES", list(range(cores)))
+    monkeypatch.setattr(system, "cpu_quota", lambda: quota)
+    chosen = replace(SETTINGS, **settings)
+    assert system.threads_of("target", chosen) == target and system.all_threads(chosen) == everyone
+
+
+@pytest.mark.parametrize(
+    ("siblings", "cores"),
+    [
+        ({0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, [0, 1]),
+        ({4: "4-5", 5: "4-5"}, [4, 5]),  # a single core, on which two threads are still better than one
+        ({0: "0", 3: "3"}, [0, 3]),
+        ({0: None, 3: None}, [0, 3]),  # a system that does not tell
+    ],
+)
+def test_second_hardware_thread_of_a_core_does_not_count(
+    tmp_path: Path, siblings: dict[int, str | None], cores: list[int]
+) -> None:
+    for cpu, text in siblings.items():
+        folder = tmp_path / f"cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        if text is not None:
+            (folder / "thread_siblings_list").write_text(f"{text}\n")
+    assert system._find_cores(list(siblings), tmp_path) == cores
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux pins processes to cores")
@@ -297,10 +351,10 @@ def test_process_can_be_lowered_in_priority_pinned_and_unpinned():
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
         system.lower_priority(process.pid)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == system.DRAFTER_NICE
-        system.pin_to_core(process.pid, system.USABLE_CORES[-1])
-        assert os.sched_getaffinity(process.pid) == {system.USABLE_CORES[-1]}
+        system.pin_to_core(process.pid, system.USABLE_CPUS[-1])
+        assert os.sched_getaffinity(process.pid) == {system.USABLE_CPUS[-1]}
         system.pin_to_core(process.pid, None)
-        assert sorted(os.sched_getaffinity(process.pid)) == system.USABLE_CORES
+        assert sorted(os.sched_getaffinity(process.pid)) == system.USABLE_CPUS
         process.kill()
 
 
