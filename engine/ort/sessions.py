@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 _MIN_WEIGHT_BYTES = 2**22  # graphs of smaller weights are quick to build
 _MAX_SHARE_OF_MEMORY, _MAX_SHARE_OF_DISK = 1 / 8, 1 / 6  # of weights: writing a graph takes six and three times as much
 _READ_BYTES = 2**22  # read at a time
+_SPIN_MICROSECONDS = "100"
+"""How long an idle thread spins before it sleeps: longer than one thread's operations between those of all threads, but
+not so long that threads keep each other from the cores on a busy machine."""
 _GRAPH_FILE, _WEIGHTS_FILE, _CHECKED_FILE = "graph.onnx", "weights.bin", "checked.json"
 _CPU_FLAGS = ("amx_int8", "avx512_vnni", "avx512f", "avx_vnni", "avx2")
 _SAVE_OPTIONS = {
@@ -219,6 +222,7 @@ def _make_options(count: int) -> Any:
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if count > 1 else "0")
+    options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_MICROSECONDS)
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 
