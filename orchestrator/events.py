@@ -3,14 +3,7 @@
 The *core* thread owns the workers' socket and the rounds, in tokens. The *front* thread owns the clients' socket,
 tokenizers, text and the queue of waiting requests.
 
-`KVBudget` is the memory for the keys and values of texts, in all workers together. Every text is in the target and in
-each drafter, so the share of a worker is what the same tokens take there. It only computes: the front waits until there
-is room, and the workers evict.
-
-`ThreadQueues` holds the queues between the threads. `Mailbox` is a queue between two threads that a ZeroMQ poller can
-wait on.
-
-`Announcement` is a report of a server to the process that started it, as a JSON line.
+An `Announcement` is a JSON line.
 """
 
 from __future__ import annotations
@@ -41,7 +34,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """`limit` bytes for texts that take `cost` in all workers together. What takes nothing always fits."""
+    """The memory for the keys and values of texts: `limit` bytes, of which they take `cost` in all workers together.
+
+    Every text is in the target and in each drafter, so the share of a worker is what the same tokens take there. Only
+    computes: the front waits until there is room, and the workers evict. What takes nothing always fits.
+    """
 
     limit: int = 0
     cost: KvCost = field(default_factory=KvCost)
