@@ -19,6 +19,7 @@ from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.generate import read_prompt
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.core.metrics import name_round
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
@@ -57,7 +58,7 @@ SOURCES = {
     "head": ("#3aa6a0", "verify of a head's chain"),
     "none": ("#9aa5b1", "AR step"),
 }
-"""What a round can verify: its colour, and its words in the legend."""
+"""What a round can verify (`name_round`): its colour, and its words in the legend."""
 DEPTH_COLOURS = ("#0b4f8a", "#2f77b5", "#5c9fd4", "#8fc1e8", "#bcdcf5")
 CHAIN_COLOUR = "#e09f3e"
 
@@ -182,13 +183,6 @@ def _format_table(o: Overlap) -> str:
     )
 
 
-def chain_source(record: RoundRecord) -> str:
-    """Returns what the round verified, a key of `SOURCES`: the lookup's result, or else the chain's source."""
-    if record.lookup == "none" or record.source == "drafter":
-        return record.source if record.source in SOURCES else "none"
-    return "hit" if record.lookup == "grown" else record.lookup
-
-
 def draw_rounds(records: Sequence[RoundRecord], title: str, first_round: int, rounds: int) -> Figure:
     """Draws `rounds` rounds from `first_round`.
 
@@ -205,7 +199,7 @@ def draw_rounds(records: Sequence[RoundRecord], title: str, first_round: int, ro
     axes = figure.subplots()
     origin_ns = min(record.verify.started_ns for record in chosen)
     for record in chosen:
-        colour, _ = SOURCES[chain_source(record)]
+        colour, _ = SOURCES[name_round(record.lookup, record.source)]
         _draw_bar(axes, 0, record.verify, origin_ns, colour, str(record.tokens))
     for work in drafting:
         label = str(work.depth) if work.branches or not work.depth else "chain"
@@ -218,7 +212,7 @@ def draw_rounds(records: Sequence[RoundRecord], title: str, first_round: int, ro
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds, one clock for all processes")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    _draw_legend(axes, set(map(chain_source, chosen)), set(map(_drafting_colour, drafting)))
+    _draw_legend(axes, {name_round(one.lookup, one.source) for one in chosen}, set(map(_drafting_colour, drafting)))
     return figure
 
 
@@ -291,7 +285,8 @@ def compute_breakdown(records: Sequence[RoundRecord], first_round: int) -> Break
     commits, rounds = list[float](), len(chosen) - 1
     for before, after in pairwise(chosen):
         ended_ns, works = before.verify.ended_ns, drafting[after.round]
-        totals[WAIT_PARTS.get(chain_source(after), "fallback")] += (after.verify.started_ns - ended_ns) / MILLISECOND_NS
+        part = WAIT_PARTS.get(name_round(after.lookup, after.source), "fallback")
+        totals[part] += (after.verify.started_ns - ended_ns) / MILLISECOND_NS
         totals["verify"] += after.verify.milliseconds
         totals["work_ahead"] += sum(work.milliseconds for work in works)
         commits += [(min(work.started_ns for work in works) - ended_ns) / MILLISECOND_NS] if works else []

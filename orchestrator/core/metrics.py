@@ -382,7 +382,8 @@ class RoundMetrics:
         if self._trace.enabled:
             number, proposal, chain = ended.number, ended.proposal, ended.proposal.chain
             if ended.decided is not None and not proposal.draft:
-                self._mark(_trace_name(proposal), ended.decided.ended_ns, number, chain)
+                name = name_round(proposal.lookup.value, SOURCE_NAMES[proposal.source])
+                self._mark(name, ended.decided.ended_ns, number, chain)
             if outcome.drafted is not None:  # its chain has a track of its own
                 source = proposal.source if chain else Origin.TARGET
                 self._mark(SOURCE_NAMES[source], outcome.work.started_ns, number, chain)
@@ -397,8 +398,8 @@ class RoundMetrics:
         self._trace.add(ORCHESTRATOR_TRACK, name, Span(at_ns, at_ns), round=number, chain=len(chain), tokens=chain)
 
 
-def _trace_name(proposal: Proposal) -> str:
-    """Returns a proposal's name in the trace."""
-    if proposal.lookup is Lookup.NONE or proposal.source is Origin.DRAFTED:
-        return SOURCE_NAMES[proposal.source]
-    return Lookup.HIT.value if proposal.lookup is Lookup.GROWN else proposal.lookup.value
+def name_round(lookup: str, source: str) -> str:
+    """Returns what a round verifies, in words: its lookup's result, or else its chain's source (see `RoundRecord`)."""
+    if lookup == Lookup.NONE.value or source == SOURCE_NAMES[Origin.DRAFTED]:
+        return source
+    return Lookup.HIT.value if lookup == Lookup.GROWN.value else lookup
