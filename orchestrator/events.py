@@ -292,20 +292,17 @@ class ServerReady(Struct, frozen=True, tag=True):
 
 
 class Failure(Struct, frozen=True, tag=True):
-    """The server can't continue; `kind` names a class of protocol.errors."""
+    """The server can't continue, or, `at_end`, could not finish something in an otherwise regular shutdown.
+
+    `kind` names a class of protocol.errors.
+    """
 
     kind: str
     message: str
+    at_end: bool = False
 
 
-class ShutdownFailure(Struct, frozen=True, tag=True):
-    """An error during an otherwise regular shutdown; `kind` as above."""
-
-    kind: str
-    message: str
-
-
-Announcement = Stage | ServerReady | Failure | ShutdownFailure
+Announcement = Stage | ServerReady | Failure
 read_announcement: Callable[[bytes], Announcement] = Decoder(Announcement).decode
 """Reads a line that `announce` wrote."""
 

@@ -31,7 +31,6 @@ from outrider.orchestrator.events import (
     ModelVocabulary,
     Quit,
     ServerReady,
-    ShutdownFailure,
     ThreadQueues,
 )
 from outrider.orchestrator.front.admission import Admission
@@ -77,7 +76,7 @@ def run(
     status: Callable[[Front], None] | None = None,
     http: HttpSettings | None = None,
     drain_timeout: int = 0,
-) -> ShutdownFailure | None:
+) -> Failure | None:
     """Serves until a signal ends it. Calls `on_announcement` with the stages of the start, and `status` once a second.
 
     `http`: also serves HTTP, by a process of its own. `drain_timeout`: seconds that SIGTERM waits for running and
@@ -104,7 +103,7 @@ def run(
     while not events.empty():
         event = events.get()
         if isinstance(event, Failure) and event.kind != WorkerError.__name__:  # clients have been told already
-            return ShutdownFailure(event.kind, event.message)
+            return structs.replace(event, at_end=True)
     return None
 
 
