@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from queue import SimpleQueue
 from typing import IO, Generic, TypeVar
 
@@ -136,7 +135,7 @@ class ModelVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """End the core thread: close every request, and shut the workers down."""
+    """End the thread: the front tells each client, the core closes every request and shuts the workers down."""
 
 
 # --- core -> front ------------------------------------------------------------------------------------------------
@@ -197,7 +196,7 @@ class RequestEnded:
 
 ToCore = Admit | Stop | ModelVocabulary | Quit
 # The front forwards `Progress` and `Failed` to the client, with the client's name for the request.
-ToFront = WorkersChanged | RequestBegan | Progress | Committed | RequestEnded | Failed
+ToFront = WorkersChanged | RequestBegan | Progress | Committed | RequestEnded | Failed | Quit
 
 
 def merge_commits(events: Iterable[ToFront]) -> list[ToFront]:
@@ -248,24 +247,16 @@ class Mailbox(Generic[T]):
         self.wake.close()
 
 
-class FrontOrder(Enum):
-    """An order of the main thread to the front thread."""
-
-    DRAIN = "take no new requests"
-    END = "end, after telling each client"
-
-
 @dataclass(frozen=True, slots=True)
 class ThreadQueues:
-    """The queues between threads: to the core, from the core to the front, and from the main thread to the front."""
+    """The queues to the core thread, and of events to the front thread."""
 
     core: Mailbox[ToCore] = field(default_factory=Mailbox)
     events: Mailbox[ToFront] = field(default_factory=Mailbox)
-    orders: Mailbox[FrontOrder] = field(default_factory=Mailbox)
 
     def close(self) -> None:
-        for mailbox in (self.core, self.events, self.orders):
-            mailbox.close()
+        self.core.close()
+        self.events.close()
 
 
 class Stage(Struct, frozen=True, tag=True):
