@@ -1,9 +1,7 @@
 """Isolated times: what each step of a round costs on real workers, while one process works and all others are idle.
 
-`Workbench` drives workers with single messages. Times are spans that workers measure around evaluated work, on this
-machine's clock.
-
-`Latency` and `median_latency` also describe the times that `tune` takes from real rounds.
+Times are spans that workers measure around evaluated work, on this machine's clock. `Latency` also describes the times
+that `tune` takes from real rounds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Decides which peers may connect, and which client a request comes from.
-
-`CurveAuth` admits the keys on the allow-list of the server's keyring, except for keys that were refused since. It reads
-the list each time. ZeroMQ calls it at each handshake, on its own thread. Knows nothing of messages.
-
-`new_client_id` returns the common prefix of the routing ids of one client, which has a socket for each request.
-"""
+"""Decides which peers may connect, and which client a request comes from. Knows nothing of messages."""
 
 from __future__ import annotations
 
@@ -27,6 +21,9 @@ CLIENT_ID_BYTES = 9
 
 class CurveAuth:
     """Authenticates peers of all sockets of `context` that are bound with `keys`, from creation to `close`.
+
+    Admits the keys on the allow-list of the server's keyring, which is read each time, except for keys that were
+    refused since. ZeroMQ calls it at each handshake, on its own thread.
 
     Raises:
         KeyFault: the server has no key, or the keyring can't be used.
@@ -91,7 +88,8 @@ def create_curve_auth(settings: ServeSettings, context: zmq.Context[Any]) -> Cur
 
 
 def new_client_id() -> bytes:
-    """Returns a prefix for the routing ids of one client, so that the server queues by client and not by request."""
+    """Returns a prefix for the routing ids of one client, which has a socket for each request, so that the server
+    queues by client and not by request."""
     return b"c" + os.urandom(CLIENT_ID_BYTES - 1)  # a routing id must not begin with a zero byte
 
 

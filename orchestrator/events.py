@@ -3,14 +3,7 @@
 The *core* thread owns the workers' socket and the rounds, in tokens. The *front* thread owns the clients' socket,
 tokenizers, text and the queue of waiting requests.
 
-`KVBudget` is the memory for the keys and values of texts, in all workers together. Every text is in the target and in
-each drafter, so the share of a worker is what the same tokens take there. It only computes: the front waits until there
-is room, and the workers evict.
-
-`ThreadQueues` holds the queues between the threads. `Mailbox` is a queue between two threads that a ZeroMQ poller can
-wait on.
-
-`Announcement` is a report of a server to the process that started it, as a JSON line.
+An `Announcement` is a JSON line.
 """
 
 from __future__ import annotations
@@ -20,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from queue import SimpleQueue
 from typing import IO, Generic, TypeVar
 
@@ -41,7 +33,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """`limit` bytes for texts that take `cost` in all workers together. What takes nothing always fits."""
+    """The memory for the keys and values of texts: `limit` bytes, of which they take `cost` in all workers together.
+
+    Every text is in the target and in each drafter, so the share of a worker is what the same tokens take there. Only
+    computes: the front waits until there is room, and the workers evict. What takes nothing always fits.
+    """
 
     limit: int = 0
     cost: KvCost = field(default_factory=KvCost)
@@ -139,7 +135,7 @@ class ModelVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """End the core thread: close every request, and shut the workers down."""
+    """End the thread: the front tells each client, the core closes every request and shuts the workers down."""
 
 
 # --- core -> front ------------------------------------------------------------------------------------------------
@@ -200,7 +196,7 @@ class RequestEnded:
 
 ToCore = Admit | Stop | ModelVocabulary | Quit
 # The front forwards `Progress` and `Failed` to the client, with the client's name for the request.
-ToFront = WorkersChanged | RequestBegan | Progress | Committed | RequestEnded | Failed
+ToFront = WorkersChanged | RequestBegan | Progress | Committed | RequestEnded | Failed | Quit
 
 
 def merge_commits(events: Iterable[ToFront]) -> list[ToFront]:
@@ -251,24 +247,16 @@ class Mailbox(Generic[T]):
         self.wake.close()
 
 
-class FrontOrder(Enum):
-    """An order of the main thread to the front thread."""
-
-    DRAIN = "take no new requests"
-    END = "end, after telling each client"
-
-
 @dataclass(frozen=True, slots=True)
 class ThreadQueues:
-    """The queues between threads: to the core, from the core to the front, and from the main thread to the front."""
+    """The queues to the core thread, and of events to the front thread."""
 
     core: Mailbox[ToCore] = field(default_factory=Mailbox)
     events: Mailbox[ToFront] = field(default_factory=Mailbox)
-    orders: Mailbox[FrontOrder] = field(default_factory=Mailbox)
 
     def close(self) -> None:
-        for mailbox in (self.core, self.events, self.orders):
-            mailbox.close()
+        self.core.close()
+        self.events.close()
 
 
 class Stage(Struct, frozen=True, tag=True):
@@ -295,20 +283,17 @@ class ServerReady(Struct, frozen=True, tag=True):
 
 
 class Failure(Struct, frozen=True, tag=True):
-    """The server can't continue; `kind` names a class of protocol.errors."""
+    """The server can't continue, or, `at_end`, could not finish something in an otherwise regular shutdown.
+
+    `kind` names a class of protocol.errors.
+    """
 
     kind: str
     message: str
+    at_end: bool = False
 
 
-class ShutdownFailure(Struct, frozen=True, tag=True):
-    """An error during an otherwise regular shutdown; `kind` as above."""
-
-    kind: str
-    message: str
-
-
-Announcement = Stage | ServerReady | Failure | ShutdownFailure
+Announcement = Stage | ServerReady | Failure
 read_announcement: Callable[[bytes], Announcement] = Decoder(Announcement).decode
 """Reads a line that `announce` wrote."""
 

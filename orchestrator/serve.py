@@ -26,12 +26,9 @@ from outrider.orchestrator.core.loop import Core
 from outrider.orchestrator.events import (
     Announcement,
     Failure,
-    FrontOrder,
-    Mailbox,
     ModelVocabulary,
     Quit,
     ServerReady,
-    ShutdownFailure,
     ThreadQueues,
 )
 from outrider.orchestrator.front.admission import Admission
@@ -62,11 +59,10 @@ Event = Announcement | signal.Signals
 
 @dataclass(frozen=True, slots=True)
 class ServerThreads:
-    """The threads of a running server, and its HTTP process, if it has one. `orders` is the queue to the front, `ready`
-    the announcement for the moment when the front is ready, which adds notes."""
+    """The front thread of a running server, and its HTTP process, if it has one. `ready` is the announcement for the
+    moment when the front is ready, which adds notes."""
 
     front: Front
-    orders: Mailbox[FrontOrder]
     http: HttpProcess | None
     ready: ServerReady
 
@@ -77,7 +73,7 @@ def run(
     status: Callable[[Front], None] | None = None,
     http: HttpSettings | None = None,
     drain_timeout: int = 0,
-) -> ShutdownFailure | None:
+) -> Failure | None:
     """Serves until a signal ends it. Calls `on_announcement` with the stages of the start, and `status` once a second.
 
     `http`: also serves HTTP, by a process of its own. `drain_timeout`: seconds that SIGTERM waits for running and
@@ -104,7 +100,7 @@ def run(
     while not events.empty():
         event = events.get()
         if isinstance(event, Failure) and event.kind != WorkerError.__name__:  # clients have been told already
-            return ShutdownFailure(event.kind, event.message)
+            return structs.replace(event, at_end=True)
     return None
 
 
@@ -151,7 +147,7 @@ def _drain(events: SimpleQueue[Event], server: ServerThreads, seconds: int) -> N
     """Waits until all requests have ended, the time is up, or another signal arrives."""
     if server.http is not None:
         server.http.drain()
-    server.orders.put(FrontOrder.DRAIN)
+    server.front.drain()
     deadline = time.monotonic() + seconds
     while server.front.busy and (left := deadline - time.monotonic()) > 0:
         with suppress(Empty):
@@ -204,9 +200,9 @@ def _run_threads(
                 key=key,
                 own=clients.own_endpoint,
             )
-            yield ServerThreads(front, queues.orders, http, ready)
+            yield ServerThreads(front, http, ready)
         finally:
-            queues.orders.put(FrontOrder.END)
+            queues.events.put(Quit())
             threads[0].join(JOIN_TIMEOUT_SECONDS if len(threads) == 2 else 0)
             queues.core.put(Quit())
             threads[-1].join(JOIN_TIMEOUT_SECONDS)

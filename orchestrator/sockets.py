@@ -1,14 +1,6 @@
 """The orchestrator's ROUTER sockets, with limits on the messages of a peer and the connections of an endpoint.
 
-`RateLimiter` limits the messages per second of each peer of a socket, with a reserve for bursts. Messages beyond the
-limit are dropped before they are decoded, so a flood takes no time from other peers. Knows nothing of messages.
-
-`RouterSocket` limits the connections of each endpoint; ZeroMQ would accept connections until no file descriptor is
-left, and then end the process. A full unix socket stops listening, and new connections wait in the system's queue. A
-port can't stop listening, so excess connections to it are closed, and the clients may try again.
-
-`ClientSocket` is the clients' socket. Invalid frames are counted and, if their request can be read, answered. Knows
-routing ids; knows nothing of requests.
+Knows routing ids; knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -56,7 +48,8 @@ WARNING_RATE = Rate(0.1, 10)
 
 
 class RateLimiter:
-    """Applies one rate to each peer of a socket."""
+    """Applies one rate to each peer of a socket. Messages beyond it are dropped before they are decoded, so a flood
+    takes no time from other peers."""
 
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
@@ -94,6 +87,10 @@ class LimitedEndpoint:
 
 class RouterSocket:
     """A ROUTER whose endpoints limit their connections; poll its `socket` and `monitor`. Used by one thread.
+
+    ZeroMQ would accept connections until no file descriptor is left, and then end the process. A full unix socket stops
+    listening, and new connections wait in the system's queue. A port can't stop listening, so excess connections to it
+    are closed, and the clients may try again.
 
     Call `update_connections` whenever `monitor` is readable. `limit`: connections. `send_hwm`, `recv_hwm`: messages
     that may be queued for a peer, and for this process.
@@ -193,6 +190,7 @@ class ClientMessage:
 
 class ClientSocket(RouterSocket):
     """The clients' socket, bound on creation. With `open` it also serves clients with keys, which `auth` admits.
+    Invalid frames are counted and, if their request can be read, answered.
 
     Raises:
         EndpointError: the endpoint can't be served.

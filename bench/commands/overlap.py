@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,6 +19,7 @@ from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.generate import read_prompt
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.core.metrics import name_round
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
@@ -57,12 +58,23 @@ SOURCES = {
     "head": ("#3aa6a0", "verify of a head's chain"),
     "none": ("#9aa5b1", "AR step"),
 }
-"""What a round can verify: its colour, and its words in the legend."""
+"""What a round can verify (`name_round`): its colour, and its words in the legend."""
 DEPTH_COLOURS = ("#0b4f8a", "#2f77b5", "#5c9fd4", "#8fc1e8", "#bcdcf5")
 CHAIN_COLOUR = "#e09f3e"
 
-# The part of a round to which the wait before a verify is counted, by the chain's source (default: fallback).
-WAIT_PARTS = {"hit": "turnaround", "late": "waiting", "drafter": "waiting"}
+ROUND_PARTS = {
+    "verify": "the target's forward",
+    "turnaround": "hits: from one verify to the next",
+    "wait for drafter": "for a branch that is on its way, or a chain on request",
+    "fallback": "misses: until an AR step or an n-gram chain",
+    "round": "sum of the above",
+    "commit": "hidden: until the drafter begins",
+    "work ahead": "hidden: the drafter works",
+}
+"""The parts of a round, and what each is."""
+
+# The part to which the wait before a verify is counted, by the chain's source (default: fallback).
+WAIT_PARTS = {"hit": "turnaround", "late": "wait for drafter", "drafter": "wait for drafter"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
     records = _run_ssd_rounds(options, prompt, trace, screen)
     screen.clear()
     print(_format_table(measured))
-    print(format_breakdown(compute_breakdown(records, FIRST_DRAWN_ROUND)))
+    print(format_breakdown(*compute_breakdown(records, FIRST_DRAWN_ROUND)))
     title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
     if picture.write(drawn, lambda: draw_rounds(records, title, FIRST_DRAWN_ROUND, 10)):
         print(f"ten rounds: {drawn}")
@@ -182,13 +194,6 @@ def _format_table(o: Overlap) -> str:
     )
 
 
-def chain_source(record: RoundRecord) -> str:
-    """Returns what the round verified, a key of `SOURCES`: the lookup's result, or else the chain's source."""
-    if record.lookup == "none" or record.source == "drafter":
-        return record.source if record.source in SOURCES else "none"
-    return "hit" if record.lookup == "grown" else record.lookup
-
-
 def draw_rounds(records: Sequence[RoundRecord], title: str, first_round: int, rounds: int) -> Figure:
     """Draws `rounds` rounds from `first_round`.
 
@@ -205,7 +210,7 @@ def draw_rounds(records: Sequence[RoundRecord], title: str, first_round: int, ro
     axes = figure.subplots()
     origin_ns = min(record.verify.started_ns for record in chosen)
     for record in chosen:
-        colour, _ = SOURCES[chain_source(record)]
+        colour, _ = SOURCES[name_round(record.lookup, record.source)]
         _draw_bar(axes, 0, record.verify, origin_ns, colour, str(record.tokens))
     for work in drafting:
         label = str(work.depth) if work.branches or not work.depth else "chain"
@@ -218,7 +223,7 @@ def draw_rounds(records: Sequence[RoundRecord], title: str, first_round: int, ro
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds, one clock for all processes")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    _draw_legend(axes, set(map(chain_source, chosen)), set(map(_drafting_colour, drafting)))
+    _draw_legend(axes, {name_round(one.lookup, one.source) for one in chosen}, set(map(_drafting_colour, drafting)))
     return figure
 
 
@@ -253,29 +258,8 @@ def _draw_legend(axes: Axes, sources: set[str], shades: set[str]) -> None:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Breakdown:
-    """Mean milliseconds per round over `rounds` rounds.
-
-    A round is the `verify` and the wait before it: `turnaround` of hits, `waiting` for a drafter, `fallback` after a
-    miss. Hidden behind the verify are `commit`, until the drafter begins, and `work_ahead`.
-    """
-
-    rounds: int
-    verify: float
-    turnaround: float
-    waiting: float
-    fallback: float
-    commit: float
-    work_ahead: float
-
-    @property
-    def total(self) -> float:
-        return self.verify + self.turnaround + self.waiting + self.fallback
-
-
-def compute_breakdown(records: Sequence[RoundRecord], first_round: int) -> Breakdown:
-    """Returns the breakdown of all rounds from `first_round` on.
+def compute_breakdown(records: Sequence[RoundRecord], first_round: int) -> tuple[int, dict[str, float]]:
+    """Returns the number of rounds from `first_round` on, and the mean milliseconds of each of their `ROUND_PARTS`.
 
     Raises:
         InvalidRequest: there are fewer than two such rounds.
@@ -287,27 +271,20 @@ def compute_breakdown(records: Sequence[RoundRecord], first_round: int) -> Break
     for record in records:
         for work in record.drafting:
             drafting[work.round].append(work.work)
-    totals = dict.fromkeys(("verify", "turnaround", "waiting", "fallback", "work_ahead"), 0.0)
-    commits, rounds = list[float](), len(chosen) - 1
+    spans: dict[str, list[Span]] = {part: [] for part in ROUND_PARTS}
     for before, after in pairwise(chosen):
         ended_ns, works = before.verify.ended_ns, drafting[after.round]
-        totals[WAIT_PARTS.get(chain_source(after), "fallback")] += (after.verify.started_ns - ended_ns) / MILLISECOND_NS
-        totals["verify"] += after.verify.milliseconds
-        totals["work_ahead"] += sum(work.milliseconds for work in works)
-        commits += [(min(work.started_ns for work in works) - ended_ns) / MILLISECOND_NS] if works else []
-    means = {part: total / rounds for part, total in totals.items()}
-    return Breakdown(rounds, commit=statistics.fmean(commits or [0.0]), **means)
+        waited_for = WAIT_PARTS.get(name_round(after.lookup, after.source), "fallback")
+        spans["verify"].append(after.verify)
+        spans[waited_for].append(Span(ended_ns, after.verify.started_ns))
+        spans["round"].append(Span(ended_ns, after.verify.ended_ns))
+        spans["commit"] += [Span(ended_ns, min(work.started_ns for work in works))] if works else []
+        spans["work ahead"] += works
+    rounds = len(chosen) - 1
+    counts = dict.fromkeys(ROUND_PARTS, rounds) | {"commit": max(len(spans["commit"]), 1)}
+    return rounds, {part: sum(span.milliseconds for span in of) / counts[part] for part, of in spans.items()}
 
 
-def format_breakdown(found: Breakdown) -> str:
-    rows = [
-        ("verify", found.verify, "the target's forward"),
-        ("turnaround", found.turnaround, "hits: from one verify to the next"),
-        ("wait for drafter", found.waiting, "for a branch that is on its way, or a chain on request"),
-        ("fallback", found.fallback, "misses: until an AR step or an n-gram chain"),
-        ("round", found.total, "sum of the above"),
-        ("commit", found.commit, "hidden: until the drafter begins"),
-        ("work ahead", found.work_ahead, "hidden: the drafter works"),
-    ]
-    head = f"time of {found.rounds} rounds of SSD, mean milliseconds per round"
-    return "\n".join([head, *(f"  {name:20}{value:>7.2f}      {note}".rstrip() for name, value, note in rows)])
+def format_breakdown(rounds: int, means: Mapping[str, float]) -> str:
+    head = f"time of {rounds} rounds of SSD, mean milliseconds per round"
+    return "\n".join([head, *(f"  {part:20}{means[part]:>7.2f}      {what}" for part, what in ROUND_PARTS.items())])

@@ -203,7 +203,7 @@ def _format_arm(found: ArmCosts, best: MeasuredArm) -> str:
 
 
 def _describe_limit(found: ArmCosts, best: MeasuredArm) -> str:
-    arm, tokens = best.arm, f"{best.tokens_per_round:.2f} tokens per round"
+    arm, tokens = best.arm, f"{best.summary.tokens_per_round or 1.0:.2f} tokens per round"
     if arm.mode == "ar":
         return f"one token per forward of {best.verify_ms:.1f} ms"
     if arm.drafter:

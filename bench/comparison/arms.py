@@ -58,10 +58,6 @@ class MeasuredArm:
         return 1000 * self.summary.tokens / self.summary.sums.predicted_ms
 
     @property
-    def tokens_per_round(self) -> float:
-        return self.summary.tokens / self.summary.rounds
-
-    @property
     def verify_ms(self) -> float:
         """The mean forward of the target."""
         return statistics.fmean(record.verify.milliseconds for record in self.rounds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,14 +64,12 @@ PANELS: dict[str, Callable[[ConcurrentRow], Interval | Percentiles]] = {
 
 @dataclass(frozen=True, slots=True)
 class RunnerRow:
-    """One runner on one class of prompts. Values are None if the runner does not report them."""
+    """One runner on one class of prompts; other engines have an empty `summary`."""
 
     name: str
     median: float
     against: Interval
-    acceptance: float | None
-    tokens_per_round: float | None
-    hit_rate: float | None
+    summary: Summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,7 @@ def _make_section(
         found = summarize([run.timings for run in of_name if run.timings is not None])
         against = ratio([run.timed for run in of_name], [run.timed for run in runs[BASELINE]])
         median = statistics.median(run.timed.rate for run in of_name)
-        rows.append(RunnerRow(name, median, against, found.acceptance, found.tokens_per_round, found.hit_rate))
+        rows.append(RunnerRow(name, median, against, found))
         lines += describe_rounds(name, found, weight_bytes) if weight_bytes is not None and found.rounds else []
     repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[BASELINE])
     ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
@@ -150,31 +148,25 @@ def format_section(found: Section) -> str:
     """Returns a Markdown table with a title line and notes."""
     prompts = pluralize(found.prompts, "prompt")
     head = f"{found.kind}, T = {found.temp:g}: {prompts}, {found.repeated:.0%} of 4-grams repeated"
-    titles = [
-        "",
-        "tok/s (median)",
-        f"relative to {BASELINE} [95 %]",
-        "acceptance",
-        "tokens per round",
-        "hit rate",
-    ]
     rows = [
-        (
-            row.name,
-            f"{row.median:.1f}",
-            str(row.against),
-            _format(row.acceptance, ".0%"),
-            _format(row.tokens_per_round, ".2f"),
-            _format(row.hit_rate, ".0%"),
-        )
+        {
+            "": row.name,
+            "tok/s (median)": f"{row.median:.1f}",
+            f"relative to {BASELINE} [95 %]": str(row.against),
+            "acceptance": _format(row.summary.acceptance, ".0%"),
+            "tokens per round": _format(row.summary.tokens_per_round, ".2f"),
+            "hit rate": _format(row.summary.hit_rate, ".0%"),
+        }
         for row in found.rows
     ]
-    lines = [f"{head}; {found.conditions}", "", _format_markdown(titles, rows)]
+    lines = [f"{head}; {found.conditions}", "", _format_markdown(rows)]
     return "\n".join([*lines, *(["", *found.notes] if found.notes else [])])
 
 
-def _format_markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *rows))
+def _format_markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """Returns a table of rows, each with its cells by title."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _format(value: float | None, form: str) -> str:
@@ -231,12 +223,10 @@ def format_ratios(found: Sequence[Ratio]) -> str:
     rows = []
     for name in dict.fromkeys(r.name for r in found):
         of_name = {r.kind: r for r in found if r.name == name}
-        cells = [
-            str(of_name[ALL_CLASSES].value),
-            *(f"{of_name[kind].value.value:.2f}" for kind in kinds if kind != ALL_CLASSES),
-        ]
-        rows.append([name, *cells, of_name[ALL_CLASSES].against])
-    return _format_markdown(["", *kinds, "compared with"], rows)
+        whole = of_name[ALL_CLASSES]
+        cells = {kind: f"{of_name[kind].value.value:.2f}" for kind in kinds} | {ALL_CLASSES: str(whole.value)}
+        rows.append({"": name, **cells, "compared with": whole.against})
+    return _format_markdown(rows)
 
 
 def _is_in_family(name: str, family: str) -> bool:
@@ -353,14 +343,18 @@ def estimate_percentiles(rounds: Sequence[Sequence[Sequence[float]]]) -> Percent
 
 def format_concurrent_section(found: ConcurrentSection) -> str:
     """Returns a Markdown table with a title line."""
-    titles = ["", "total tok/s [95 %]", f"relative to {found.baseline} [95 %]"]
-    titles += ["first token, ms p50 / p99", "per token, ms p50 / p99"]
     rows = [
-        (row.name, f"{row.rate:.0f}", str(row.against or ""), f"{row.first_ms}", f"{row.token_ms:.1f}")
+        {
+            "": row.name,
+            "total tok/s [95 %]": f"{row.rate:.0f}",
+            f"relative to {found.baseline} [95 %]": str(row.against or ""),
+            "first token, ms p50 / p99": f"{row.first_ms}",
+            "per token, ms p50 / p99": f"{row.token_ms:.1f}",
+        }
         for row in found.rows
     ]
     head = f"{pluralize(found.width, 'concurrent request')}, T = {found.temp:g}, {found.rounds} rounds"
-    lines = [head, "", _format_markdown(titles, rows)]
+    lines = [head, "", _format_markdown(rows)]
     if found.auto_over_best is not None:
         lines += ["", f"- auto over {found.best}, the best fixed mode: {found.auto_over_best}"]
     return "\n".join(lines)

@@ -1,9 +1,6 @@
 """The command line: `outrider COMMAND`. Each command is a file, imported when the command is run.
 
 Only this package prints. Text and JSON go to stdout, everything else to stderr.
-
-`Parser`: argparse with one-line errors, values that may begin with a dash, and two lengths of help: --help shows the
-common flags, --help-all all of them.
 """
 
 from __future__ import annotations
@@ -90,7 +87,8 @@ def _parse_number(kind: type[int] | type[float], expected: str, given: str) -> f
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts no abbreviated flags; reports an error in one line on stderr, with InvalidRequest's exit code."""
+    """Accepts values that begin with a dash, and no abbreviated flags; reports an error in one line on stderr, with
+    InvalidRequest's exit code. --help shows the common flags, --help-all all of them."""
 
     def __init__(self, common: Collection[str] = (), **options: Any) -> None:
         """`common`: the flags that --help shows; empty for all."""

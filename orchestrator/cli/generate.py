@@ -35,6 +35,9 @@ FAILOVER_SECONDS = 1.0
 REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level", "log_format", "keys")
 """Cluster settings that also concern a request to a running server."""
 
+JSON_FIELDS = (
+    "text", "token_ids", "prompt_tokens", "finish_reason", "mode", "seed", "model", "draft_model",
+)  # fmt: skip
 JSON_TIMINGS = (
     "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
     "draft_n", "draft_n_accepted", "draft_rounds", "cache_hits", "cache_misses",
@@ -331,14 +334,7 @@ def as_json(
     sampling = dataclasses.asdict(request.sampling)
     del sampling["seed"]  # None for a seed that the server chose; `seed` below is the one in use
     return {
-        "text": result.text,
-        "token_ids": list(result.token_ids),
-        "prompt_tokens": result.prompt_tokens,
-        "finish_reason": result.finish_reason,
-        "mode": result.mode,
-        "seed": result.seed,
-        "model": result.model,
-        "draft_model": result.draft_model,
+        **{name: getattr(result, name) for name in JSON_FIELDS},
         "prompt": prompt,
         "chat_template": templated,
         "sampling": sampling,

@@ -1,13 +1,4 @@
-"""The command line's streams and signals.
-
-`Screen`: progress on stderr: in a terminal one line that changes and is removed at the end; elsewhere log lines of
-level info.
-
-`run_guarded`: opens closed standard streams, and makes them accept any text. If stdout can't be written, the
-command ends with an error, or silently if the reader has closed it.
-
-`unwind_on_signals`: makes a signal unwind the command, so that its processes end and its files are removed.
-"""
+"""The command line's streams and signals."""
 
 from __future__ import annotations
 
@@ -47,7 +38,10 @@ def can_erase() -> bool:
 
 
 class Screen:
-    """Shows progress on stderr. Call `clear` before printing to stdout, so that no half line stays before the text."""
+    """Shows progress on stderr: in a terminal one line that changes, elsewhere log lines of level info.
+
+    Call `clear` before printing to stdout, so that no half line stays before the text.
+    """
 
     def __init__(self, live: bool = True) -> None:
         self.live = live and can_erase()
@@ -72,7 +66,8 @@ class Screen:
 
 
 def run_guarded(command: Callable[[], int]) -> int:
-    """Runs `command` and returns its exit code, whatever the state of the standard streams."""
+    """Runs `command` and returns its exit code, whatever the state of the standard streams. If stdout can't be written,
+    the command ends with an error, or silently if the reader has closed it."""
     _prepare_streams()
     try:
         try:
@@ -112,7 +107,8 @@ def _prepare_streams() -> None:
 
 @contextmanager
 def unwind_on_signals() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP unwind the command as Ctrl-C does; the exit code is 128 plus the signal's number.
+    """Makes SIGTERM and SIGHUP unwind the command as Ctrl-C does, so that its processes end and its files are removed;
+    the exit code is 128 plus the signal's number.
 
     A signal that this process was started to ignore (`nohup`) stays ignored.
     """

@@ -1,8 +1,4 @@
-"""The asyncio Python client, with the same calls as `client`.
-
-`AsyncSocket`: a ZeroMQ socket that handles each message in the iteration of the event loop that receives it.
-`zmq.asyncio` costs several futures and polls a message; a task that awaits each message costs another iteration.
-"""
+"""The asyncio Python client, with the same calls as `client`."""
 
 from __future__ import annotations
 
@@ -48,7 +44,10 @@ ChunkHandler = Callable[[Chunk], object]
 
 
 class AsyncSocket:
-    """Owns a connected `socket` until `close`."""
+    """Owns a connected `socket` until `close`; handles each message in the iteration of the event loop that reads it.
+
+    `zmq.asyncio` costs several futures and polls a message; a task that awaits each message costs another iteration.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], handle: Handler) -> None:
         self._socket = socket

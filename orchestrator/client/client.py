@@ -2,12 +2,6 @@
 
 The blocking and the awaited clients (`async_client`) share `StreamClient`, `BaseStream` and `EndpointClient`: streams,
 their results, and the endpoint, keys and timeout. Clients are thread-safe.
-
-`Liveness`: whether a silent server still runs, and how long a client waits for it; uses no socket of its own.
-
-`Resumed`: several servers; when one goes away, the next continues the text at the next token. The text stays the same,
-because its noise is a function of seed and position, and the next server gets the first one's seed; a server with
-another model or number format refuses to continue.
 """
 
 from __future__ import annotations
@@ -60,7 +54,8 @@ R = TypeVar("R")
 
 @dataclass
 class Liveness:
-    """Distinguishes a busy server from a lost one: queries a silent server, and gives up after `seconds`.
+    """Distinguishes a busy server from a lost one: queries a silent server, and gives up after `seconds`. Uses no
+    socket of its own.
 
     Raises:
         EndpointError: no server is at the endpoint.
@@ -406,6 +401,9 @@ class ClientSelector(Generic[C]):
 
 class Resumed(ClientSelector[Client], BaseClient):
     """Sends requests to the first of `clients`; a text that it can't finish continues on the next, and so on in turn.
+
+    The text stays the same, because its noise is a function of seed and position, and the next server gets the first
+    one's seed; a server with another model or number format refuses to continue.
 
     Create the clients with a `timeout` of about a second, so that a lost server is noticed soon. If no server can
     continue, the last server's error is raised.

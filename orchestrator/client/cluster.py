@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from outrider.orchestrator.client.client import Client
-from outrider.orchestrator.events import Failure, ServerReady, ShutdownFailure, Stage, read_announcement
+from outrider.orchestrator.events import Failure, ServerReady, Stage, read_announcement
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings, Settings, describe_settings, to_flags
 from outrider.protocol import values
@@ -103,7 +103,7 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
         if (unfinished := self._shut_down()) is not None:
             raise make_error(unfinished.kind, unfinished.message)
 
-    def _shut_down(self) -> ShutdownFailure | None:
+    def _shut_down(self) -> Failure | None:
         """Ends the server; returns what it could not finish. Does nothing in a process forked from the owner."""
         if os.getpid() != self._owner:
             return None
@@ -119,7 +119,7 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
                 self._process.communicate()
                 return None
         last = map(read_announcement, announced.splitlines())
-        return next((announcement for announcement in last if isinstance(announcement, ShutdownFailure)), None)
+        return next((one for one in last if isinstance(one, Failure) and one.at_end), None)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

@@ -1,9 +1,6 @@
 """One request in the client: its options, the messages to send, the handling of answers, and the result.
 
 `Client` and `AsyncClient` differ only in how they wait; everything else is here. Knows nothing of sockets.
-
-`generate_message`: checks the keywords of `generate` and `stream`. `Chunk` and `GenerationResult`: what a client
-receives while a text grows, and at its end. `Dialogue`: the exchange of messages.
 """
 
 from __future__ import annotations

@@ -5,14 +5,9 @@ missed a message, or joins later, reads the whole text; the others are sent noth
 nothing, and gets the tokens that became final meanwhile with its next task. Sends OPEN, COMMIT and CLOSE; does not
 decide what is verified.
 
-`SentTasks` records the rounds that a drafter's messages may be about. Every message of an honest drafter answers an
-OPEN or a COMMIT that it was sent, however late it comes. The records are bounded: the latest rounds of a running
-request, and the drafters of the latest requests that have ended.
-
-It also validates messages. The target may send outcomes, drafters branches and chains, all of the request's epoch. A
-late message is valid if it answers what its sender was sent. A message that answers nothing, or exceeds what was
-requested, is invalid and has a kind (`INVALID_KINDS`). The pool has already checked that it comes from the process that
-holds the sender's name.
+`SentTasks` validates messages. The target may send outcomes, drafters branches and chains, all of the request's epoch.
+A message that answers nothing, or exceeds what was requested, is invalid and has a kind (`INVALID_KINDS`). The pool has
+already checked that it comes from the process that holds the sender's name.
 """
 
 from __future__ import annotations
@@ -95,7 +90,11 @@ RequestTasks = dict[RoundKey, tuple[Commit, ...]]
 
 
 class SentTasks:
-    """The tasks that all drafters were sent, by request and drafter, by which their messages are validated."""
+    """The tasks that all drafters were sent, by request and drafter, by which their messages are validated.
+
+    Every message of an honest drafter answers an OPEN or a COMMIT that it was sent, however late it comes. Kept are the
+    latest rounds of a running request, and the drafters of the latest requests that have ended.
+    """
 
     def __init__(self) -> None:
         self._tasks: dict[str, dict[str, RequestTasks]] = {}

@@ -1,17 +1,4 @@
-"""Counts and times of requests and rounds, and the trace. Decides nothing.
-
-`RequestMetrics` holds the counts and times of one request. The latest rounds are kept individually: a stop string is
-found only after the core has continued, and rounds after it do not count. Requests with `Generate.rounds` get a
-report of each round when it has ended.
-
-`DurationHistogram` counts durations in fixed buckets, which is cheap enough for every round.
-
-`RoundMetrics` records each round: the request's metrics, the durations of rounds, and the trace.
-
-`Trace` writes the work of every process on one clock as a Chrome/Perfetto trace (open it at ui.perfetto.dev). All spans
-are CLOCK_MONOTONIC nanoseconds of this machine. Workers send theirs with their answers; those of other machines have
-been converted to this clock (`worker_registry.RemoteClock`).
-"""
+"""Counts and times of requests and rounds, and the trace. Decides nothing."""
 
 from __future__ import annotations
 
@@ -139,7 +126,11 @@ class RoundSums:
 @dataclass(slots=True)
 class RequestMetrics:
     """Counts and times of one request; `timings` gives them their public names. With `reports` each round that ends is
-    also reported, in nanoseconds since `admitted_ns`, with the drafting since the report before."""
+    also reported, in nanoseconds since `admitted_ns`, with the drafting since the report before.
+
+    The latest rounds are kept individually: a stop string is found only after the core has continued, and rounds after
+    it do not count.
+    """
 
     admitted_ns: int = 0
     reports: bool = False
@@ -263,7 +254,8 @@ class RequestMetrics:
 
 
 class DurationHistogram:
-    """Counts durations on one thread; another thread may take a snapshot, which lacks the newest at worst."""
+    """Counts durations in fixed buckets, cheaply enough for every round. Another thread may take a snapshot, which
+    lacks the newest at worst."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_BUCKET_BOUNDS_NS) + 1)
@@ -280,7 +272,11 @@ class DurationHistogram:
 
 
 class Trace:
-    """Writes the first `MAX_TRACE_EVENTS` to a file as they come, if it has a path; otherwise costs nothing.
+    """Writes the work of every process as a Chrome/Perfetto trace (open it at ui.perfetto.dev): the first
+    `MAX_TRACE_EVENTS`, as they come. Costs nothing without a path.
+
+    All spans are CLOCK_MONOTONIC nanoseconds of this machine. Workers send theirs with their answers; those of other
+    machines have been converted to this clock (`worker_registry.RemoteClock`).
 
     Raises:
         InvalidRequest: the file can't be written. If that happens later, events are left out, and `close` raises it.
@@ -357,7 +353,7 @@ class Trace:
 
 
 class RoundMetrics:
-    """The metrics of all requests."""
+    """Records each round: the request's metrics, the durations of rounds and verifies, and the trace."""
 
     def __init__(self, trace: Trace) -> None:
         self.rounds, self.verifies = DurationHistogram(), DurationHistogram()
@@ -386,7 +382,8 @@ class RoundMetrics:
         if self._trace.enabled:
             number, proposal, chain = ended.number, ended.proposal, ended.proposal.chain
             if ended.decided is not None and not proposal.draft:
-                self._mark(_trace_name(proposal), ended.decided.ended_ns, number, chain)
+                name = name_round(proposal.lookup.value, SOURCE_NAMES[proposal.source])
+                self._mark(name, ended.decided.ended_ns, number, chain)
             if outcome.drafted is not None:  # its chain has a track of its own
                 source = proposal.source if chain else Origin.TARGET
                 self._mark(SOURCE_NAMES[source], outcome.work.started_ns, number, chain)
@@ -401,8 +398,8 @@ class RoundMetrics:
         self._trace.add(ORCHESTRATOR_TRACK, name, Span(at_ns, at_ns), round=number, chain=len(chain), tokens=chain)
 
 
-def _trace_name(proposal: Proposal) -> str:
-    """Returns a proposal's name in the trace."""
-    if proposal.lookup is Lookup.NONE or proposal.source is Origin.DRAFTED:
-        return SOURCE_NAMES[proposal.source]
-    return Lookup.HIT.value if proposal.lookup is Lookup.GROWN else proposal.lookup.value
+def name_round(lookup: str, source: str) -> str:
+    """Returns what a round verifies, in words: its lookup's result, or else its chain's source (see `RoundRecord`)."""
+    if lookup == Lookup.NONE.value or source == SOURCE_NAMES[Origin.DRAFTED]:
+        return source
+    return Lookup.HIT.value if lookup == Lookup.GROWN.value else lookup

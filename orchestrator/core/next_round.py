@@ -1,12 +1,4 @@
-"""Decides what a request verifies next, and begins that round: the one place where AR, SD and SSD differ.
-
-`Proposer` decides by the request, the estimates and the time; it sends nothing.
-
-`NextRound` carries the decision out, one request at a time: it begins the round, prepares for it or waits for it, and
-sends the workers what follows. Chains are prepared at the target for likely outcomes, and n-grams for all others, so
-that neither a hit nor a miss costs a message between two verifies; the proposer decides about them as it would after
-the outcome. A wait for a drafter is bounded by its expected time and some slack.
-"""
+"""Decides what a request verifies next, and begins that round: the one place where AR, SD and SSD differ."""
 
 from __future__ import annotations
 
@@ -64,8 +56,11 @@ def max_wait_ms(expected_ms: float, verify_ms: float = 0.0) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Proposer:
-    """Decides the next step by the request's mode; with `full_depth` each round waits for all branches in full.
-    `target_has_ngrams`: whether the target looks n-grams up by itself, which saves a message a round."""
+    """Decides the next step by the request, the estimates and the time; sends nothing.
+
+    With `full_depth` each round waits for all branches in full. `target_has_ngrams`: whether the target looks n-grams
+    up by itself, which saves a message a round.
+    """
 
     estimates: Estimates
     full_depth: bool
@@ -289,7 +284,12 @@ class Proposer:
 
 
 class NextRound:
-    """Begins rounds and waits."""
+    """Carries the proposer's decisions out, one request at a time: begins the round, prepares for it or waits for it.
+
+    Chains are prepared at the target for likely outcomes, and n-grams for all others, so that neither a hit nor a miss
+    costs a message between two verifies; the proposer decides about them as it would after the outcome. A wait for a
+    drafter is bounded by its expected time and some slack.
+    """
 
     def __init__(self, workers: WorkerPool, draft_pool: DraftPool, planner: Planner, full_depth: bool) -> None:
         self._workers = workers

@@ -1,11 +1,5 @@
 """Proposals: the chain or tree that a round verifies, extended by n-gram copies of the text, and what one is worth.
 
-`Proposal` is the chain or tree of one round, with its source.
-
-`DraftTrie` merges drafts of any origin into one tree. A node's mass is the probability that it is accepted: the product
-of the odds down to it. The expected tokens of a round are 1 plus the sum of the masses, so the best tree of M nodes has
-the M heaviest; c(M) decides how many. If nothing else pays, the tree is a chain.
-
 `extend_by_copy` and `merge_into_tree` combine a drafter's chain, its alternatives and a copy. `best_tail` decides how
 much of a copy is worth its rows. Copying costs nothing, so a copy may be longer than K.
 
@@ -169,7 +163,12 @@ class Proposal:
 
 
 class DraftTrie:
-    """The drafts of all sources as a trie: a token that several propose occurs once. A node comes after its parent."""
+    """The drafts of all sources as a trie: a token that several propose occurs once. A node comes after its parent.
+
+    A node's mass is the probability that it is accepted: the product of the odds down to it. The expected tokens of a
+    round are 1 plus the sum of the masses, so the best tree of M nodes has the M heaviest; c(M) decides how many. If
+    nothing else pays, the tree is a chain.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

@@ -6,14 +6,6 @@ A `Request` consists of records. Each is written by one module, and read by all:
 `RoundState` by `NextRound`, `DraftState` with its `DrafterState`s by `DraftPool`, `PlanState` by `Planner`
 (tests/architecture checks it).
 
-`SpeculationCache`: outcome -> branch, one round deep (paper definition 4). An outcome (k, t) is identified by the
-tokens that it makes final: the first k of the chain, then t. The cache holds only branches that arrived before the
-outcome was handled, so a hit is a prediction, never a look at the answer. Several drafters fill one cache: of two
-branches for the same outcome the deeper one counts.
-
-`CacheBudget` limits the bytes of the branches of each request and of all. Branches over it are dropped and counted. An
-honest drafter's branches take kilobytes; the limits are for one that sends as much as a frame holds.
-
 A request ends at its end tokens, its length, or the target's `context`.
 """
 
@@ -93,7 +85,10 @@ class DrafterState:
 
 @dataclass(slots=True)
 class CacheBudget:
-    """The bytes that the branches of all requests take, and the number of messages dropped."""
+    """The bytes that the branches of all requests take, and the number of messages dropped because they exceed a limit.
+
+    An honest drafter's branches take kilobytes; the limits are for one that sends as much as a frame holds.
+    """
 
     held_bytes: int = 0
     dropped: int = 0
@@ -112,7 +107,12 @@ class CachedBranch:
 
 
 class SpeculationCache:
-    """The branches of the round under verification."""
+    """The branches of the round under verification: outcome -> branch, one round deep (paper definition 4).
+
+    An outcome (k, t) is identified by the tokens that it makes final: the first k of the chain, then t. Only branches
+    that arrived before the outcome was handled are held, so a hit is a prediction, never a look at the answer. Several
+    drafters fill one cache: of two branches for the same outcome the deeper one counts.
+    """
 
     def __init__(self, budget: CacheBudget | None = None) -> None:
         """`budget` is shared with other requests' caches."""

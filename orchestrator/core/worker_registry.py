@@ -1,26 +1,4 @@
-"""The workers of this cluster: their names and state, and which workers may join.
-
-`Worker` is the state of one worker, `WorkerLoss` the report that one is gone.
-
-`RemoteClock` estimates the clock of another machine's worker by NTP's method: a heartbeat carries the worker's time,
-which lies between the ping and its answer. The fastest answer is the most precise; its precision falls with time,
-because clocks drift. Clocks that may be equal are treated as equal. A jump of a worker's clock (its machine slept) is
-accepted at once, and work that it reports as not yet ended has ended when the report arrived.
-
-`Heartbeat` decides whether a worker answers and makes progress. It counts pings and not seconds, so after a pause of
-the server or its machine no worker counts as silent. A worker that answers may take ten times as long for an operation
-as it expects; one that loads does not answer yet, and may take ten times as long as its predecessor.
-
-`Restarts` decides when a worker that died is restarted. The wait doubles with each death in a row, up to a minute; the
-count starts again once the worker has worked for a request, or was ready for a while. The target is given up after some
-deaths in a row, so that the operator notices; another worker only after as many loads with the same error.
-
-`WorkerRegistry` holds the workers by name and routing id. The orchestrator assigns names, each to one process. A
-worker's routing id is its incarnation, which the orchestrator draws for workers that it spawns, and a drafter that
-joins draws itself. A living worker's name can't be taken over: ZeroMQ leaves a routing id with its holder, on other
-machines with the holder's key, and a name stays with its incarnation. Key, description and vocabulary decide which
-workers may join and stay. Knows nothing of sockets or requests.
-"""
+"""The workers of this cluster: their names and state, and which workers may join. Knows no sockets or requests."""
 
 from __future__ import annotations
 
@@ -71,7 +49,13 @@ MAX_BANNED_WORKERS = 4096
 
 
 class RemoteClock:
-    """The clock of one worker. `round_trip_ns`: the latest time from a ping to its answer; 0: none has come."""
+    """Estimates the clock of another machine's worker by NTP's method: a heartbeat carries the worker's time, which
+    lies between the ping and its answer. `round_trip_ns`: the latest time from a ping to its answer; 0: none has come.
+
+    The fastest answer is the most precise; its precision falls with time, because clocks drift. Clocks that may be
+    equal are treated as equal. A jump of a worker's clock (its machine slept) is accepted at once, and work that it
+    reports as not yet ended has ended when the report arrived.
+    """
 
     def __init__(self) -> None:
         self.round_trip_ns = self._ahead_ns = self._at_ns = 0
@@ -107,7 +91,12 @@ class RemoteClock:
 @dataclass(slots=True)
 class Heartbeat:
     """The answers of one worker: `unanswered` pings since the last, and `stalled` answers in a row without progress;
-    `expected_s` is the expected time of its operation (0: not known)."""
+    `expected_s` is the expected time of its operation (0: not known).
+
+    Pings are counted and not seconds, so after a pause of the server or its machine no worker counts as silent. A
+    worker that answers may take ten times as long for an operation as it expects; one that loads does not answer yet,
+    and may take ten times as long as its predecessor.
+    """
 
     unanswered: int = 0
     stalled: int = 0
@@ -149,7 +138,10 @@ class Restarts:
     """The restarts of one worker: the number `done`, the `deaths` in a row, and when the next one is due, if at all. A
     target that joined by itself is not restarted: another must join by then.
 
-    `failed_loads`: how many of the latest deaths in a row were loads that ended with `error`.
+    The wait doubles with each death in a row, up to a minute; the count starts again once the worker was steady. The
+    target is given up after some deaths in a row, so that the operator notices; another worker only after as many
+    loads with the same error. `failed_loads`: how many of the latest deaths in a row were loads that ended with
+    `error`.
     """
 
     done: int = 0
@@ -305,6 +297,11 @@ def feature_mismatch(drafter: Hello, target: Hello) -> str:
 
 class WorkerRegistry:
     """Every worker by name and by routing id.
+
+    The orchestrator assigns names, each to one process. A worker's routing id is its incarnation, which the
+    orchestrator draws for workers that it spawns, and a drafter that joins draws itself. A living worker's name can't
+    be taken over: ZeroMQ leaves a routing id with its holder, on other machines with the holder's key, and a name stays
+    with its incarnation. Key, description and vocabulary decide which workers may join and stay.
 
     `drafters_may_join`: whether draft workers are used. `awaited` is the digest of the files of the target
     that may join (`protocol.digest`); None: none may. `auth` checks keys; None: none are required. `language` is the

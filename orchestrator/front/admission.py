@@ -2,14 +2,6 @@
 
 Every refusal is one sentence that says what was expected. Knows the pair's tokenizer, template and limits; knows
 nothing of sockets.
-
-`is_code` decides whether a prompt looks like code, since code and prose suit different drafters. It counts symbols: in
-nine of ten pieces of Python they are more than one character in twenty, in nine of ten pieces of prose and Markdown
-fewer. It does not tell what kind of text a prompt asks for.
-
-`FairQueue` has one line of requests for each client. The clients take turns, and so do the users of a client.
-
-`Ticket` is the front's state of a request.
 """
 
 from __future__ import annotations
@@ -55,7 +47,12 @@ T = TypeVar("T")
 
 
 def is_code(text: str) -> bool:
-    """Whether the end of a prompt looks like a program, or like another text with many symbols."""
+    """Whether the end of a prompt looks like a program, or like another text with many symbols, since code and prose
+    suit different drafters. It does not tell what kind of text a prompt asks for.
+
+    In nine of ten pieces of Python more than one character in twenty is a symbol, in nine of ten pieces of prose and
+    Markdown fewer.
+    """
     return len(text) >= MIN_CODE_CHARS and sum(char in CODE_SYMBOLS for char in text) > CODE_SYMBOL_RATIO * len(text)
 
 
@@ -263,7 +260,8 @@ def _feed_resumed(admit: Admit, text: TextStream, characters: int) -> str:
 
 
 class FairQueue(Generic[T]):
-    """A queue in which clients take turns: one with many requests does not delay one with a single request."""
+    """A queue in which clients take turns, and so do the users of a client: one with many requests does not delay one
+    with a single request."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()

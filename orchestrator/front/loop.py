@@ -21,7 +21,7 @@ from outrider.orchestrator.events import (
     Announcement,
     Committed,
     Failure,
-    FrontOrder,
+    Quit,
     RequestBegan,
     RequestEnded,
     ServerReady,
@@ -89,6 +89,7 @@ class Front:
         self._ready = False
         self._has_target = False
         self._fatal = ""
+        self._running = True
         self._draining = False
         self._endings: Counter[str] = Counter()  # requests by reason
         self._failures: Counter[str] = Counter()  # by kind of error
@@ -96,17 +97,13 @@ class Front:
         self._generated_tokens = 0  # including those of running requests
 
     def run(self) -> None:
-        """Runs until `FrontOrder.END` comes."""
+        """Runs until `Quit` comes."""
         poller = zmq.Poller()
-        for socket in (self._clients.socket, self._clients.monitor, self._queues.events.wake, self._queues.orders.wake):
+        for socket in (self._clients.socket, self._clients.monitor, self._queues.events.wake):
             poller.register(socket, zmq.POLLIN)
-        while True:
+        while self._running:
             if self._clients.monitor in dict(poller.poll()):
                 self._clients.update_connections()
-            orders = list(self._queues.orders.take())
-            if FrontOrder.END in orders:
-                break
-            self._draining = self._draining or bool(orders)
             for event in merge_commits(self._queues.events.take()):
                 self._on_event(event)
             for received in self._clients.receive(MESSAGES_PER_TURN):
@@ -114,6 +111,10 @@ class Front:
             self._admit_waiting()
         self._fail_all(ServerStopped.__name__, STOPPED_MESSAGE)
         self._clients.close()
+
+    def drain(self) -> None:
+        """Refuses new requests from now on; may be called on any thread."""
+        self._draining = True
 
     @property
     def busy(self) -> bool:
@@ -202,6 +203,9 @@ class Front:
     # --- events of the core ---------------------------------------------------------------------------------------
 
     def _on_event(self, event: ToFront) -> None:
+        if isinstance(event, Quit):
+            self._running = False
+            return
         if isinstance(event, WorkersChanged):
             self._on_workers_changed(event)
             return

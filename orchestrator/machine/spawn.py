@@ -1,9 +1,6 @@
 """Starts the orchestrator's processes: their command lines and logs.
 
 Knows command lines and process ids; knows nothing of messages.
-
-`SpawnedProcess`: a worker or the HTTP server, in a session of its own. It ends when its stdin closes, and so with this
-process, however that ends. Its output is a log in the run directory.
 """
 
 from __future__ import annotations
@@ -49,7 +46,9 @@ def open_log_file(path: Path, mode: str) -> BinaryIO:
 
 
 class SpawnedProcess:
-    """A process that this process started and may end; `name` is its name in errors.
+    """A worker or the HTTP server, in a session of its own; `name` is its name in errors.
+
+    It ends when its stdin closes, and so with this process, however that ends. Its output goes to `log`.
 
     Raises:
         WorkerError: it can't be started.

@@ -1,19 +1,4 @@
-"""The machine's libraries for computing, cores and open files.
-
-`find_openblas`: finds a system OpenBLAS for workers on Linux. MLX's CPU wheel has the reference BLAS, whose cost is
-linear in rows; preloaded, OpenBLAS replaces it. On macOS MLX uses Accelerate. `require_mlx`: checks for MLX's library,
-which on Linux is a separate package that the user chooses.
-
-`threads_of`: how many threads a worker computes with, by the cores of this machine or the CPU time of a container.
-
-`assign_core`: assigns a process its core, only on a machine with two: target and drafter have one each, and the
-orchestrator has priority on the drafter's. On the target's core it would delay the target's forwards, for which
-everything waits, and the drafter works ahead anyway (docs/log/2026-11.md). Linux only.
-
-`raise_file_limit`: raises the number of files that may be open; each connection is one. A Mac's terminal
-allows 256 by default, and ZeroMQ ends the process when none is left. `likely_cause`: whether a process ended for want
-of memory or threads.
-"""
+"""The machine's libraries for computing, cores and open files."""
 
 from __future__ import annotations
 
@@ -89,6 +74,9 @@ _MEMORY_ERRORS = (
 def find_openblas() -> str | None:
     """Returns the library to preload, which `BLAS_VARIABLE` may name; None if there is none, or none is needed.
 
+    MLX's CPU wheel for Linux has the reference BLAS, whose cost is linear in rows; preloaded, OpenBLAS replaces it. On
+    macOS MLX uses Accelerate.
+
     Raises:
         InvalidRequest: `BLAS_VARIABLE` names no file.
     """
@@ -136,7 +124,8 @@ def blas_environment(base: dict[str, str], threads: int, kernels: str | None = N
 
 
 def require_mlx() -> None:
-    """Checks that MLX's library is installed, before a process that imports MLX would fail with a traceback.
+    """Checks that MLX's library is installed, before a process that imports MLX would fail with a traceback. On Linux
+    it is a separate package that the user chooses.
 
     Raises:
         InvalidRequest: MLX's library is not installed.
@@ -179,7 +168,12 @@ def _num_drafters(settings: ServeSettings) -> int:
 
 
 def assign_core(pid: int, role: str, settings: ServeSettings) -> None:
-    """Pins the process of a `role` to its core; on the orchestrator's core it gets a lower priority."""
+    """Pins the process of a `role` to its core; on the orchestrator's core it gets a lower priority.
+
+    On two cores, target and drafter have one each, and the orchestrator has priority on the drafter's. On the target's
+    core it would delay the target's forwards, for which everything waits, and the drafter works ahead anyway
+    (docs/log/2026-11.md).
+    """
     core = core_of(role, settings)
     pin_to_core(pid, core)
     if role == "draft" and core is not None:
@@ -227,7 +221,8 @@ def lower_priority(pid: int) -> None:
 
 
 def raise_file_limit() -> int:
-    """Raises the limit of open files for this process and those that it starts; returns the limit.
+    """Raises the limit of open files for this process and those that it starts; returns the limit. Each connection is a
+    file; a Mac's terminal allows 256 by default, and ZeroMQ ends the process when none is left.
 
     Raises:
         EndpointError: the system allows too few files for a server and its workers.

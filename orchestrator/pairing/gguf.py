@@ -1,13 +1,7 @@
 """Reads GGUF files: the header, the tensors' positions, and blocks as MLX's quantised matrices.
 
-`GgufFile`: the metadata and the place of each tensor. Every length is checked against the file's size before it is
-used, so a truncated or foreign file raises a one-sentence error. Knows the container and its block types; knows
-no architecture and no tokenizer.
-
-`MlxTensor`: a tensor in MLX form: levels, scales and biases in groups of 32, w = scale q + bias. Q4_0, Q4_1, Q5_0, Q5_1
-and Q8_0 keep their exact numbers. Q4_K and Q5_K keep their levels; the scale and minimum of a group, products of two
-numbers in the file, are rounded to half precision. Other block types have no such form (groups of 16, curves): they are
-quantised again, with two bits more than they had, or kept in half precision.
+Every length is checked against the file's size before it is used, so a truncated or foreign file raises a one-sentence
+error. Knows the container and its block types; knows no architecture and no tokenizer.
 """
 
 from __future__ import annotations
@@ -37,7 +31,13 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 MlxTensor: TypeAlias = "dict[str, NDArray[Any]]"
-"""A tensor as MLX stores it: `weight`; if it is quantised, packed, and `scales` and `biases`, a float16 per group."""
+"""A tensor as MLX stores it: `weight`; if it is quantised, packed, and `scales` and `biases`, a float16 per group of
+32, w = scale q + bias.
+
+Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 keep their exact numbers. Q4_K and Q5_K keep their levels; the scale and minimum of a
+group, products of two numbers in the file, are rounded to half precision. Other block types have no such form (groups
+of 16, curves): they are quantised again, with two bits more than they had, or kept in half precision.
+"""
 
 _Unpacked = tuple[Bytes, Floats, Floats]
 

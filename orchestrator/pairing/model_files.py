@@ -3,8 +3,6 @@
 A copy in the Hugging Face cache is used as it is; otherwise the model is downloaded, unless offline mode is on. A GGUF
 file is converted once. Names are those of `pulled`, and `tiny`, the pair for tests. Reads config.json; knows nothing of
 weights and tokens.
-
-`in_process_drafters`, `drafter_names`: the drafters in the target's process, and the names of a cluster's drafters.
 """
 
 from __future__ import annotations

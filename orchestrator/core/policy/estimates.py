@@ -3,9 +3,6 @@
 `Estimates` receives measured spans and outcomes; the fallback and the policy read it. It reads no clock. The time of a
 forward depends on its rows, whichever requests they belong to; a millisecond is worth the tokens that all requests
 gain in it.
-
-`Slope` follows its samples and forgets slowly. `RowCosts` estimates the time of a forward by its rows: more rows never
-take less. `DrafterLatency` estimates how soon the work of one of several draft workers arrives.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 Each pair has two files in the cache folder, named by what decides its costs, such as models and threads: the results of
 `outrider tune`, and those of a server's own rounds (`PolicyStore`). Each holds one record for each temperature class
 (greedy, sampled). A file is written whole or not at all; an unreadable one is ignored.
-
-`PolicyStore` is read when a server starts, and written while no request runs and at the end. It never raises if the
-file can't be read or written.
 """
 
 from __future__ import annotations
@@ -178,7 +175,8 @@ def load(path: Path, after: str | None = None) -> tuple[Tuning, ...]:
 
 
 class PolicyStore:
-    """The file of what `auto` learned; `path` None: nothing is kept."""
+    """The file of what `auto` learned, which is read when a server starts, and written while no request runs and at the
+    end; `path` None: nothing is kept. Never raises if the file can't be read or written."""
 
     def __init__(self, path: Path | None, now_ns: int) -> None:
         self._path = path

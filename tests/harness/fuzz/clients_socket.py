@@ -21,7 +21,6 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import (
     Admit,
     Committed,
-    FrontOrder,
     Mailbox,
     Quit,
     RequestBegan,
@@ -150,7 +149,7 @@ class ClientsSocketFuzz:
         self._executor.shutdown()
         for sender in self._senders:
             sender.close(linger=0)
-        self._queues.orders.put(FrontOrder.END)
+        self._queues.events.put(Quit())
         self._threads[0].join(TIMEOUT_S)
         self._queues.core.put(Quit())
         self._threads[1].join(TIMEOUT_S)
