@@ -190,19 +190,14 @@ def core_of(role: str, settings: ServeSettings) -> int | None:
 
 
 def drafter_core_variable(role: str, settings: ServeSettings) -> dict[str, str]:
-    """Returns the environment variable that tells a target the drafters' core, if they have one of their own."""
-    core = core_of("draft", settings)
-    if role != "target" or not (core is not None or _leaves_core_to_drafters(settings)):
+    """Returns the environment variable that tells a target the drafters' core, if its own threads leave them one."""
+    if role != "target":
         return {}
-    return {DRAFTER_CORE_VARIABLE: ANY_CORE if core is None else str(core)}
-
-
-def _leaves_core_to_drafters(settings: ServeSettings) -> bool:
-    """Whether the target's threads leave a core to drafters, on a machine where no process has a core of its own."""
-    alone = settings.pin_cores and settings.shards == 1 and settings.prefill_workers == 0  # nobody else computes
-    threads = threads_of("target", settings)
-    wanted = settings.threads is None and settings.has_draft_worker and threads < MAX_DEFAULT_THREADS
-    return alone and wanted and threads < _num_cores()
+    if (core := core_of("draft", settings)) is not None:
+        return {DRAFTER_CORE_VARIABLE: str(core)}
+    shared = settings.threads is not None or not settings.pin_cores or settings.shards + settings.prefill_workers > 1
+    spare = threads_of("target", settings) < min(_num_cores(), MAX_DEFAULT_THREADS)
+    return {DRAFTER_CORE_VARIABLE: ANY_CORE} if settings.has_draft_worker and spare and not shared else {}
 
 
 def pin_to_core(pid: int, core: int | None) -> None:
