@@ -174,13 +174,6 @@ def _parse_logit_bias(given: Mapping[str, float] | None) -> tuple[tuple[int, flo
     return tuple((int(token), bias) for token, bias in (given or {}).items())
 
 
-def should_include_usage(payload: Sampling) -> bool:
-    """Returns whether the stream ends with usage. Raises Refused for stream_options without a stream."""
-    if payload.stream_options is not None and not payload.stream:
-        raise Refused("stream_options needs stream: true", "stream_options")
-    return bool(payload.stream_options and payload.stream_options.include_usage)
-
-
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
     """`param` is the request's field. `loose`: the grammar may omit parts of the schema that it can't enforce; then

@@ -21,13 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.process import current_request
 from outrider.server.metrics import Metrics
-from outrider.server.problems import Refused, to_problem
+from outrider.server.problems import CLIENT_CLOSED_REQUEST, Refused, to_problem
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import Tracing
 
-CLIENT_CLOSED_REQUEST = 499
-"""The status recorded when the client disconnects before the response starts."""
 UNKNOWN_ROUTE = "other"
 API_PREFIX = "/v1"
 """The prefix of most paths; they also work without it."""

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClient
 from outrider.orchestrator.http_settings import HttpSettings
+from outrider.protocol.errors import ServerBusy
 from outrider.protocol.messages import Stats
 from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.answers.run import EventStream, RequestRun, run_while_connected
@@ -99,11 +100,9 @@ class ServerContext:
         if most is not None and more > most:
             raise Refused(f"this request asks for {more} answers; expected at most {most} (--max-streams-per-key)")
         if most is not None and running + more > most:
-            raise Refused(
+            raise ServerBusy(
                 f"this request asks for {more} while you have {running} running; expected at most {most} answers at"
-                " once (--max-streams-per-key); try again later",
-                status=429,
-                code="rate_limit_exceeded",
+                " once (--max-streams-per-key); try again later"
             )
         self._running[caller] += more
         start_timer = partial(ChoiceTimer, self.metrics, request.scope["state"]["span"], plan.is_chat)

@@ -25,7 +25,6 @@ from outrider.server.mapping import (
     join_text,
     past_tool_call,
     select_tools,
-    should_include_usage,
     template_keywords,
     tool_result,
 )
@@ -193,8 +192,8 @@ class ChatFormatter(CompletionFormatter):
     response = ChatCompletion
     chunk = ChatChunk
 
-    def __init__(self, plan: AnswerPlan, include_usage: bool) -> None:
-        super().__init__(plan, include_usage)
+    def __init__(self, plan: AnswerPlan, payload: ChatRequest) -> None:
+        super().__init__(plan, payload)
         self._logprobs = create_logprob_formatters(plan)
         self._calls = [0] * len(plan.choices)
 
@@ -301,7 +300,7 @@ async def complete(payload: ChatRequest, request: Request, context: ContextDepen
     plan = await asyncio.to_thread(
         plan_answer, model, payload, source, form, payload.stop, _get_max_tokens(payload), logprobs, payload.n or 1
     )
-    return await context.respond(request, ChatFormatter(plan, should_include_usage(payload)), payload.stream)
+    return await context.respond(request, ChatFormatter(plan, payload), payload.stream)
 
 
 def _get_max_tokens(payload: ChatRequest) -> int | None:

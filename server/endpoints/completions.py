@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -19,7 +19,7 @@ from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextP
 from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.usage import PlacedToken, collect_logprobs, create_logprob_formatters, report_speculation
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping import get_output_format, should_include_usage
+from outrider.server.mapping import get_output_format
 from outrider.server.model.served import ServedModel, TokenizedPrompt
 from outrider.server.problems import Refused
 from outrider.server.server_context import ContextDependency
@@ -113,7 +113,7 @@ class TextCompletionFormatter(CompletionFormatter):
     chunk = Completion
 
     def __init__(self, plan: AnswerPlan, payload: CompletionRequest, echoes: Sequence[str]) -> None:
-        super().__init__(plan, should_include_usage(payload))
+        super().__init__(plan, payload)
         self._echoes = echoes
         self._candidates, self._each = _count_candidates(payload), payload.n or 1
         self._logprobs = create_logprob_formatters(plan) if payload.logprobs is not None else None
@@ -171,7 +171,9 @@ async def complete(payload: CompletionRequest, request: Request, context: Contex
 
 def _create_formatter(model: ServedModel, payload: CompletionRequest) -> TextCompletionFormatter:
     """Plans the choices of all prompts. An echo is the prompt's text, which a returned choice begins with."""
-    given, each, tried = _split_prompts(payload.prompt), payload.n or 1, _count_candidates(payload)
+    whole, each, tried = payload.prompt, payload.n or 1, _count_candidates(payload)
+    is_one = isinstance(whole, str) or isinstance(whole[0], int)
+    given = cast("list[str | list[int]]", [whole] if is_one else whole)
     prompts = [model.tokenize_text(one) if isinstance(one, str) else TokenizedPrompt(tuple(one)) for one in given]
     if len(prompts) * tried > schemas.MAX_CHOICES:
         raise Refused(
@@ -202,10 +204,3 @@ def _count_candidates(payload: CompletionRequest) -> int:
     if payload.stream:
         raise Refused("best_of can't be streamed; leave out best_of or stream", "best_of")
     return payload.best_of
-
-
-def _split_prompts(prompt: str | list[int] | list[str | list[int]]) -> list[str | list[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    tokens = [one for one in prompt if isinstance(one, int)]
-    return [tokens] if tokens else [one for one in prompt if not isinstance(one, int)]
