@@ -28,7 +28,7 @@ from outrider.protocol.sampling import Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_CACHED_GRAMMARS = 32
@@ -168,12 +168,9 @@ class Vocabulary:
 def get_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """Returns the vocabulary of a tokenizer."""
     added = tokenizer.get_added_tokens_decoder()
-    marks = tuple((token, entry.content) for token, entry in sorted(added.items()) if _is_mark(entry))
+    named = [(token, entry.content, entry.special) for token, entry in sorted(added.items()) if entry.content]
+    marks = tuple((token, text) for token, text, special in named if special or (text[0], text[-1]) == ("<", ">"))
     return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), marks)
-
-
-def _is_mark(token: AddedToken) -> bool:
-    return bool(token.content) and (token.special or (token.content.startswith("<") and token.content.endswith(">")))
 
 
 EMPTY_VOCABULARY = Vocabulary()

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.process import current_request
 from outrider.server.metrics import Metrics
-from outrider.server.problems import CLIENT_CLOSED_REQUEST, Refused, to_problem
+from outrider.server.problems import CLIENT_CLOSED_REQUEST, Problem, to_problem
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import Tracing
@@ -115,7 +115,7 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._authorize(scope)
-        except Refused as refused:
+        except Problem as refused:
             await refused.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -123,13 +123,13 @@ class AuthMiddleware:
     def _authorize(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if self._hosts is not None and not _is_known_host(headers.get("host", ""), self._hosts):
-            raise Refused("the Host header names another machine; use localhost or an IP address", status=403)
+            raise Problem("the Host header names another machine; use localhost or an IP address", status=403)
         given = (get_api_key(scope) or "").encode(errors="replace")
         # Every key is compared, so that the time does not depend on which one matches.
         known = [hmac.compare_digest(given, key) for key in self._keys]
         is_public = scope["path"] in self._public or scope["path"].startswith(PAGE_PATH) or scope["method"] == "OPTIONS"
         if self._keys and not any(known) and not is_public:
-            raise Refused(
+            raise Problem(
                 "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
             )
 

@@ -83,10 +83,6 @@ class Problem(OutriderError):
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
 
-class Refused(Problem):
-    """A request that is rejected before any work is done."""
-
-
 def to_problem(error: Exception) -> Problem:
     """Converts an exception. Unexpected ones become a generic message."""
     match error:

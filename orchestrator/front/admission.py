@@ -126,7 +126,10 @@ class Admission:
         """
         for name in ("num_draft_tokens", "branches"):
             check_setting(name, getattr(generate, name))
-        tokens, resumed = self._tokenize(generate), _read_resume_tokens(generate)
+        tokens, given = self._tokenize(generate), generate.resume_tokens
+        if given is not None and generate.sampling.seed is None:
+            raise InvalidRequest("the resumed text has no seed; expected the one that it began with")
+        resumed = tuple(int(token) for token in given) if given is not None else ()
         self._check_fingerprint(generate)
         self._check_tokens(tokens, resumed, generate.sampling)
         sampling, notes = self._fit_sampling(generate.sampling, len(tokens))
@@ -243,14 +246,6 @@ class Admission:
             backend = self._settings.draft_backend
             notes += (f"the {backend} drafter does not sample: its tokens are verified as if they had probability 1",)
         return sampling, notes
-
-
-def _read_resume_tokens(generate: Generate) -> tuple[int, ...]:
-    if generate.resume_tokens is None:
-        return ()
-    if generate.sampling.seed is None:
-        raise InvalidRequest("the resumed text has no seed; expected the one that it began with")
-    return tuple(int(token) for token in generate.resume_tokens)
 
 
 def _feed_resumed(admit: Admit, text: TextStream, characters: int) -> str:

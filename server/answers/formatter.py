@@ -18,7 +18,7 @@ from outrider.orchestrator.client.dialogue import Chunk
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, KeepAlive, Part, PartUpdate, StreamItem
 from outrider.server.answers.usage import build_statistics, build_usage, describe_schema_violations
 from outrider.server.model.tool_format import ToolCall
-from outrider.server.problems import Problem, Refused
+from outrider.server.problems import Problem
 from outrider.server.schemas import Sampling
 
 FINGERPRINT = f"outrider-{__version__}"
@@ -125,11 +125,11 @@ class CompletionFormatter(AnswerFormatter):
     chunk: type[BaseModel]
 
     def __init__(self, plan: AnswerPlan, payload: Sampling) -> None:
-        """Raises Refused for stream_options without a stream."""
+        """Raises Problem for stream_options without a stream."""
         super().__init__(plan)
         options = payload.stream_options
         if options is not None and not payload.stream:
-            raise Refused("stream_options needs stream: true", "stream_options")
+            raise Problem("stream_options needs stream: true", "stream_options")
         self._include_usage = options is not None and options.include_usage
         self._common = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",

@@ -49,8 +49,8 @@ from outrider.server.mapping import (
 )
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
-from outrider.server.problems import Problem, Refused
-from outrider.server.server_context import ContextDependency, json_response
+from outrider.server.problems import Problem
+from outrider.server.server_context import ContextDependency
 
 _INCLUDE_LOGPROBS, _INCLUDE_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 _READABLE = "readable:"
@@ -383,7 +383,7 @@ def _select_tools(model: ServedModel, payload: ResponsesRequest) -> Toolbox:
         if tool.type != "function":
             continue  # ignored, with a note
         if not tool.name:
-            raise Refused(f"tools.{place}: the function has no name; expected it next to its type", f"tools.{place}")
+            raise Problem(f"tools.{place}: the function has no name; expected it next to its type", f"tools.{place}")
         functions.append(schemas.Function(**tool.model_dump(exclude={"type"})))
     return select_tools(model, functions, _tool_choice(payload))
 
@@ -401,7 +401,7 @@ def _tool_choice(payload: ResponsesRequest) -> ToolSelection:
 
 def to_conversation(model: ServedModel, payload: ResponsesRequest) -> TemplateInput:
     if payload.top_logprobs and logprobs(payload) is None:
-        raise Refused(f"top_logprobs: not requested; add {_INCLUDE_LOGPROBS} to include", "top_logprobs")
+        raise Problem(f"top_logprobs: not requested; add {_INCLUDE_LOGPROBS} to include", "top_logprobs")
     box = _select_tools(model, payload)
     messages: list[Message] = []
     if payload.instructions:
@@ -432,11 +432,11 @@ def _convert_items(items: list[Item]) -> list[Message]:
                 thought = join_text(item.content, f"{where}.content", _TEXT_TYPES)
                 turn = assistant_message("", [], thought or (item.encrypted_content or "").partition(_READABLE)[2])
             case "item_reference":
-                raise Refused(f"{where}: items are not stored; set the client's store to false to send them", where)
+                raise Problem(f"{where}: items are not stored; set the client's store to false to send them", where)
             case "message":
-                raise Refused(f"{where}: the message has no role; expected user, assistant, system or developer", where)
+                raise Problem(f"{where}: the message has no role; expected user, assistant, system or developer", where)
             case other:
-                raise Refused(f"{where}: items of type {other[:40]!r} are not supported", where)
+                raise Problem(f"{where}: items of type {other[:40]!r} are not supported", where)
         if turn["role"] == "assistant":
             add_turn(messages, turn)
         else:
@@ -448,7 +448,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/responses", response_model=None, responses=response_docs(ResponseObject, event_docs()))
-async def respond(payload: ResponsesRequest, request: Request, context: ContextDependency) -> Response:
+async def respond(payload: ResponsesRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Generates a response to an input."""
     source, most = to_conversation(context.model, payload), payload.max_output_tokens
     form = parse_output_format((payload.text or {}).get("format"), "text.format", may_be_loose=True)
@@ -459,6 +459,6 @@ async def respond(payload: ResponsesRequest, request: Request, context: ContextD
 
 
 @router.post("/responses/input_tokens", response_model=None, responses=response_docs(InputTokens))
-async def count(payload: ResponsesRequest, context: ContextDependency) -> Response:
+async def count(payload: ResponsesRequest, context: ContextDependency) -> InputTokens:
     """Counts the tokens of an input."""
-    return json_response(InputTokens(input_tokens=await context.count_tokens(to_conversation(context.model, payload))))
+    return InputTokens(input_tokens=await context.count_tokens(to_conversation(context.model, payload)))
