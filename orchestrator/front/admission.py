@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeAlias, TypeVar
 
 from outrider.grammar.compiler import check_grammar, get_vocabulary
-from outrider.orchestrator.events import Admit, KVBudget, in_mb
+from outrider.orchestrator.events import Admit, KVBudget, in_units
 from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.orchestrator.pairing.model_files import drafter_names
 from outrider.orchestrator.pairing.pairing import ChosenPair
@@ -210,7 +210,7 @@ class Admission:
             raise PromptTooLong(
                 f"the prompt is too long: {len(tokens)} tokens > {max(budget.max_tokens - 1, 0)} maximum; here this"
                 f" model's maximum context length is {budget.max_tokens} tokens, which fit in the"
-                f" {in_mb(budget.limit)} of kv_memory"
+                f" {in_units(budget.limit)} of kv_memory"
             )
         if self.vocab_size is None:
             return
@@ -233,7 +233,7 @@ class Admission:
             sampling = replace(sampling, seed=secrets.randbelow(SEED_RANGE))
         limits = [
             (self.context_length, "the context"),
-            (self.kv_budget.max_tokens, f"kv_memory ({in_mb(self.kv_budget.limit)})"),
+            (self.kv_budget.max_tokens, f"kv_memory ({in_units(self.kv_budget.limit)})"),
         ]
         for tokens, what in limits:
             room = tokens - prompt_tokens
