@@ -47,6 +47,7 @@ def build_app(
         version=__version__,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         separate_input_output_schemas=False,
     )
     metrics = Metrics(model.id, model.context_length)

@@ -75,7 +75,7 @@ class ServerContext:
 
     def check_model(self, name: str | None) -> None:
         """Raises Problem for the name of another model."""
-        if name is not None and name not in self.model.names:
+        if name is not None and {name, name.rstrip("/")}.isdisjoint(self.model.names):
             known = ", ".join(self.model.names)
             raise Problem(
                 f"the model {name[:200]!r} is not served here; expected {known}", "model", 404, "model_not_found"

@@ -515,6 +515,16 @@ def test_the_version_is_returned(ask: Ask) -> None:
     assert ask("/version", "GET").json() == {"version": __version__}
 
 
+def test_a_slash_at_the_end_of_a_path_is_ignored(ask: Ask, chatty: ServedModel) -> None:
+    """A redirection would name http behind a proxy that ends TLS, and the client would send key and body again."""
+    for base in ("", "/v1"):
+        assert ask(f"{base}/models/", "GET").json() == ask("/v1/models", "GET").json()
+    for path in (*PATHS, "/tokenize", "/metrics", "/docs", "/page"):
+        for method in ("GET", "POST"):
+            assert ask(f"{path}/", method, json={}).status_code == ask(path, method, json={}).status_code != 307
+    assert make_ask(replace(chatty, names=("models/chatty",)))("/v1/models/models/chatty/", "GET").status_code == 200
+
+
 def test_model_entry_satisfies_openai_and_anthropic_clients(ask: Ask) -> None:
     import anthropic.types
     import openai.types
