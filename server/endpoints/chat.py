@@ -62,14 +62,14 @@ class ChatMessage(schemas.LooseSchema):
 
 
 class Tool(schemas.LooseSchema):
-    type: str
-    function: schemas.Function | None = None
+    type: schemas.FunctionType
+    function: schemas.Function
 
 
 class NamedToolChoice(schemas.LooseSchema):
     """Names a function; as `tool_choice`, requires a call of it."""
 
-    type: Literal["function"] = "function"
+    type: schemas.FunctionType = "function"
     function: schemas.Function
 
 
@@ -257,17 +257,10 @@ def to_conversation(model: ServedModel, payload: ConversationRequest) -> Templat
         )
     if continues and messages[-1].role != "assistant":
         raise Problem("continue_final_message: the last message is not the assistant's", "continue_final_message")
-    functions = []
-    for place, tool in enumerate(payload.tools or ()):
-        if tool.type != "function" or tool.function is None:
-            raise Problem(
-                f"tools.{place}: only function tools are supported; expected type and function", f"tools.{place}"
-            )
-        functions.append(tool.function)
     named = payload.model_dump(include={"enable_thinking", "reasoning_effort"})
     return TemplateInput(
         messages=[_convert_message(message, f"messages.{place}.content") for place, message in enumerate(messages)],
-        box=select_tools(model, functions, _tool_choice(payload)),
+        box=select_tools(model, [tool.function for tool in payload.tools or ()], _tool_choice(payload)),
         keywords=template_keywords(payload.chat_template_kwargs, **named),
         answer=payload.add_generation_prompt is not False,
         continue_final=continues,

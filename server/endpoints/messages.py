@@ -56,6 +56,7 @@ _TOOL_CHOICE_KINDS: dict[str, Literal["auto", "required", "none"]] = {"auto": "a
 class ClientTool(schemas.Function):
     """A tool that the client runs; `input_schema` is a JSON schema. Anthropic's own tools are rejected."""
 
+    name: schemas.Name = Field(validation_alias=AliasChoices("name", "mcp_server_name"))
     type: str | None = None
     defer_loading: bool | None = Field(None, description="hide it until a tool_reference or tool_addition names it")
     parameters: schemas.JsonObject | None = Field(None, alias="input_schema")
@@ -301,7 +302,7 @@ def _select_tools(model: ServedModel, payload: CountTokensRequest) -> Toolbox:
                 offered[tool.name] = known[tool.name] = tool
     for tool in offered.values():
         if tool.type not in (None, "custom"):
-            raise Problem(f"tools: {tool.type[:40]} has no schema here; expected tools with an input_schema", "tools")
+            raise Problem(f"tools: {schemas.CLIENT_TOOLS.format(given=repr(tool.type[:40]))}", "tools")
     return select_tools(model, list(offered.values()), _tool_choice(payload))
 
 

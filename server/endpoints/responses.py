@@ -80,7 +80,7 @@ class FunctionTool(schemas.LooseSchema):
 
 
 class FunctionChoice(schemas.LooseSchema):
-    type: Literal["function"]
+    type: schemas.FunctionType
     name: str
 
 

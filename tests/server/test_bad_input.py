@@ -43,6 +43,7 @@ OPENAI_PATHS = {CHAT: CHAT_BODY, TEXT: {"prompt": "x"}, RESPOND: {"input": "x"}}
 PATHS = {**OPENAI_PATHS, CLAUDE: {**CHAT_BODY, "max_tokens": 5}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
+NOT_SUPPORTED = "is not supported; leave it out, or describe"
 Ask = Callable[..., httpx.Response]
 
 
@@ -245,8 +246,13 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'text' has no text"),
         (CHAT, {**CHAT_BODY, "tool_choice": "required"}, "requires a call, but there are no tools"),
         (CHAT, {**CHAT_BODY, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "'g'"),
-        (CHAT, {**CHAT_BODY, "tools": [{"type": "web_search"}]}, "only function tools"),
-        (CHAT, {**CHAT_BODY, "tools": [{"type": "function", "name": "f"}]}, "expected type and function"),
+        (CHAT, {**CHAT_BODY, "tools": [{"type": "web_search"}]}, f"tools.0.type: 'web_search' {NOT_SUPPORTED}"),
+        (CHAT, {**CHAT_BODY, "tools": [{"type": "function", "name": "f"}]}, "tools.0.function: Field required"),
+        (
+            CHAT,
+            {**CHAT_BODY, "tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "x"}}},
+            f"tool_choice.type: 'custom' {NOT_SUPPORTED}",
+        ),
         (CHAT, {**CHAT_BODY, "max_tokens": 5, "max_completion_tokens": 6}, "expected one of them"),
         (CHAT, {**CHAT_BODY, "top_logprobs": 2}, "needs logprobs: true"),
         (CHAT, {**CHAT_BODY, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -277,11 +283,26 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         (RESPOND, {"input": [{"type": "reasoning", "content": []}]}, "there is no message to answer"),
         (RESPOND, {"input": "x", "tools": [TOOL]}, "tools.0: the function has no name; expected it next to its type"),
         (RESPOND, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "set the client's store to false"),
+        (
+            RESPOND,
+            {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            f"tool_choice.type: 'web_search' {NOT_SUPPORTED}",
+        ),
+        (
+            RESPOND,
+            {"input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
+            f"tool_choice.tools.0.type: 'mcp' {NOT_SUPPORTED}",
+        ),
         (CLAUDE, CHAT_BODY, "max_tokens"),
         (
             CLAUDE,
             {**CHAT_BODY, "max_tokens": 5, "tools": [{"type": "bash_20250124", "name": "bash"}]},
-            "tools: bash_20250124 has no schema here; expected tools with an input_schema",
+            f"tools: 'bash_20250124' {NOT_SUPPORTED}",
+        ),
+        (
+            CLAUDE,
+            {**CHAT_BODY, "max_tokens": 5, "tools": [{"type": "mcp_toolset", "mcp_server_name": "m"}]},
+            f"tools: 'mcp_toolset' {NOT_SUPPORTED}",
         ),
         (
             CLAUDE,
