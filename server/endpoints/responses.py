@@ -64,6 +64,7 @@ class Item(schemas.LooseSchema):
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: schemas.Content | None = None
+    summary: schemas.Content | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -94,6 +95,7 @@ class AllowedFunctionsChoice(schemas.LooseSchema):
 
 class Reasoning(schemas.LooseSchema):
     effort: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesRequest(schemas.OpenAIGeneration):
@@ -145,6 +147,10 @@ class OutputMessage(schemas.ApiResponse):
     status: str
     content: list[OutputText]
 
+    @property
+    def part(self) -> OutputText:
+        return self.content[0]
+
 
 class OutputCall(schemas.ApiResponse):
     type: Literal["function_call"] = "function_call"
@@ -156,17 +162,21 @@ class OutputCall(schemas.ApiResponse):
 
 
 class ReasoningText(schemas.ApiResponse):
-    type: Literal["reasoning_text"] = "reasoning_text"
+    type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class OutputReasoning(schemas.ApiResponse):
     type: Literal["reasoning"] = "reasoning"
     id: str
-    summary: list[schemas.JsonObject] = Field(default_factory=list)
-    content: list[ReasoningText]
+    summary: list[ReasoningText] = Field(default_factory=list)
+    content: list[ReasoningText] = Field(default_factory=list)
     encrypted_content: str | None = schemas.omit_if_none()
     status: str
+
+    @property
+    def part(self) -> ReasoningText:
+        return (self.summary or self.content)[0]
 
 
 Output = OutputMessage | OutputCall | OutputReasoning
@@ -226,6 +236,7 @@ class ResponseFormatter(BlockFormatter):
         formatters = create_logprob_formatters(plan)
         self._logprobs = formatters[0] if formatters is not None else None
         self._seals = _INCLUDE_REASONING in (payload.include or ())
+        self._summarizes = payload.reasoning is not None and payload.reasoning.summary is not None
         self._placed: deque[PlacedToken] = deque()
         self._number = -1
         self._items: list[Output] = []
@@ -297,8 +308,10 @@ class ResponseFormatter(BlockFormatter):
                 content = OutputText(text="", logprobs=[] if self._logprobs is not None else None)
                 return OutputMessage(id=f"msg_{name}", status=state, content=[content])
             case ThinkingPart():
-                sealed, text = _READABLE if self._seals else None, ReasoningText(text="")
-                return OutputReasoning(id=f"rs_{name}", status=state, content=[text], encrypted_content=sealed)
+                text = ReasoningText(type="summary_text" if self._summarizes else "reasoning_text", text="")
+                sealed = _READABLE if self._seals else None
+                item = OutputReasoning(id=f"rs_{name}", status=state, encrypted_content=sealed)
+                return item.model_copy(update={_event_names(text)[0]: [text]})
             case ToolCall():
                 call_id = part.id or f"call_{secrets.token_hex(12)}"
                 return OutputCall(id=f"fc_{name}", call_id=call_id, name=part.name, arguments="", status=state)
@@ -316,11 +329,12 @@ class ResponseFormatter(BlockFormatter):
                 if content.logprobs is not None:
                     content.logprobs += rows
                 return "output_text.delta", {"content_index": 0, "delta": text, "logprobs": rows}
-            case OutputReasoning(content=[content]) as item, ThinkingPart(text=text):
-                content.text += text
+            case OutputReasoning() as item, ThinkingPart(text=text):
+                item.part.text += text
                 if item.encrypted_content is not None:
                     item.encrypted_content += text
-                return "reasoning_text.delta", {"content_index": 0, "delta": text}
+                field, _, kind = _event_names(item.part)
+                return f"{kind}.delta", {f"{field}_index": 0, "delta": text}
             case OutputCall() as call, ToolCall(arguments=arguments):
                 call.arguments = arguments
                 return "function_call_arguments.delta", {"delta": arguments}
@@ -339,8 +353,9 @@ class ResponseFormatter(BlockFormatter):
         added = "response.output_item.added"
         if isinstance(item, OutputCall):
             return self._event(added, output_index=self._at, item=item)
-        before = self._event(added, output_index=self._at, item={**item.model_dump(), "content": []})
-        return before + self._item_event("content_part.added", content_index=0, part=item.content[0])
+        field, kind, _ = _event_names(item.part)
+        before = self._event(added, output_index=self._at, item={**item.model_dump(), field: []})
+        return before + self._item_event(f"{kind}.added", part=item.part, **{f"{field}_index": 0})
 
     def _format_block_delta(self, update: PartUpdate) -> bytes:
         self._add_logprobs(update.chunks)
@@ -353,10 +368,10 @@ class ResponseFormatter(BlockFormatter):
         if isinstance(item, OutputCall):
             done = self._item_event("function_call_arguments.done", name=item.name, arguments=item.arguments)
         else:
-            (content,) = item.content
+            content, (field, part_kind, text_kind) = item.part, _event_names(item.part)
             more = {"logprobs": content.logprobs or []} if isinstance(content, OutputText) else {}
-            done = self._item_event(f"{content.type}.done", content_index=0, text=content.text, **more)
-            done += self._item_event("content_part.done", content_index=0, part=content)
+            done = self._item_event(f"{text_kind}.done", text=content.text, **{f"{field}_index": 0}, **more)
+            done += self._item_event(f"{part_kind}.done", part=content, **{f"{field}_index": 0})
         return done + self._event("response.output_item.done", output_index=self._at, item=item)
 
     def _item_event(self, kind: str, /, **fields: Any) -> bytes:
@@ -366,6 +381,13 @@ class ResponseFormatter(BlockFormatter):
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         self._number += 1
         return typed_event(kind, sequence_number=self._number, **fields)
+
+
+def _event_names(text: OutputText | ReasoningText) -> tuple[str, str, str]:
+    """Returns the field of an item that has this text, and the names of its events as a part and as a text."""
+    if text.type == "summary_text":
+        return "summary", "reasoning_summary_part", "reasoning_summary_text"
+    return "content", "content_part", text.type
 
 
 def _status(choice: ChoiceState) -> str:
@@ -430,7 +452,8 @@ def _convert_items(items: list[Item]) -> list[Message]:
                 turn = tool_result(join_text(item.output, f"{where}.output", _TEXT_TYPES), item.call_id or "", None)
             case "reasoning":
                 thought = join_text(item.content, f"{where}.content", _TEXT_TYPES)
-                turn = assistant_message("", [], thought or (item.encrypted_content or "").partition(_READABLE)[2])
+                thought = thought or (item.encrypted_content or "").partition(_READABLE)[2]
+                turn = assistant_message("", [], thought or join_text(item.summary, f"{where}.summary", _TEXT_TYPES))
             case "item_reference":
                 raise Problem(f"{where}: items are not stored; set the client's store to false to send them", where)
             case "message":
