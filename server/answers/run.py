@@ -28,7 +28,7 @@ from outrider.server.connection import chunk_writer
 from outrider.server.metrics import ChoiceTimer
 from outrider.server.problems import Problem, to_problem
 
-FIRST_RESULT_SECONDS = 0.5
+FIRST_RESULT_SECONDS = 2.0
 """How long a stream waits for its first result before its status 200 is sent."""
 KEEP_ALIVE_SECONDS = 4.0
 """A stream sends a keep-alive after this long without a result."""

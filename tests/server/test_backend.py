@@ -12,7 +12,7 @@ from outrider.orchestrator.client.async_client import AsyncBaseClient, ChunkHand
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
-from outrider.protocol.errors import EndpointError
+from outrider.protocol.errors import EndpointError, ServerBusy
 from outrider.protocol.messages import Stats, Timings, WorkerStats
 from outrider.server.app import build_app
 from outrider.server.model.served import load_served_model
@@ -39,6 +39,25 @@ class UnreachableClient(AsyncBaseClient):
     async def run_once(self, dialogue: Dialogue, on_chunk: ChunkHandler) -> None:
         self.caller_names.append(dialogue.first_message.client)
         raise EndpointError("nobody is here; expected somebody")
+
+
+class SlowlyBusyClient(UnreachableClient):
+    """A client of an orchestrator that takes a while to refuse each request."""
+
+    async def run_once(self, dialogue: Dialogue, on_chunk: ChunkHandler) -> None:
+        await asyncio.sleep(0.6)
+        raise ServerBusy("all places are taken; try again later")
+
+
+def test_late_refusal_of_a_stream_has_its_own_status() -> None:
+    """A busy server answers late, and clients send a request again after status 429, but not after an error event."""
+    app = build_app(load_served_model("m", TINY_TARGET, ("m",)), SlowlyBusyClient(), HttpSettings())
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as client:
+            return await client.post("/v1/completions", json={"prompt": "a", "stream": True})
+
+    assert asyncio.run(ask()).status_code == 429
 
 
 def test_caller_names_reveal_no_key_and_an_unreachable_backend_is_503() -> None:
