@@ -167,7 +167,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            items = await self._run.poll(FIRST_RESULT_SECONDS)  # early errors get their own HTTP status
+            # Early errors get their own HTTP status.
+            items = await run_while_connected(self._run.poll(FIRST_RESULT_SECONDS), receive)
             with suppress(ClientDisconnect):
                 await run_while_connected(self._write(items, chunk_writer(scope, send), send), receive)
         finally:
