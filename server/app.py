@@ -71,7 +71,7 @@ def build_app(
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             allow_private_network=True,  # browsers ask this before a page of a public site reaches loopback
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
     return app
 

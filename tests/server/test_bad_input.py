@@ -751,7 +751,10 @@ def test_cors_allows_only_configured_origins(chatty: ServedModel) -> None:
     origin = {"origin": "https://page.example"}
     assert "access-control-allow-origin" not in make_ask(chatty)("/health", "GET", headers=origin).headers
     named = make_ask(chatty, cors_origins=("https://page.example",), api_keys=("k",))
-    assert named("/health", "GET", headers=origin).headers["access-control-allow-origin"] == "https://page.example"
+    answer = named("/health", "GET", headers=origin)
+    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    readable = answer.headers["access-control-expose-headers"].split(", ")  # what the clients of both APIs look for
+    assert {*readable} == {"x-request-id", "request-id", "retry-after", "x-should-retry"}
     before = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     assert named(CHAT, "OPTIONS", headers=before).status_code == 200
     local = named(CHAT, "OPTIONS", headers={**before, "access-control-request-private-network": "true"})
