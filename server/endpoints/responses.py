@@ -278,7 +278,7 @@ class ResponseFormatter(BlockFormatter):
     def format_error(self, problem: Problem) -> bytes:
         """Writes response.failed."""
         self._items = [item for item in self._items if item.status != "in_progress"]
-        error = {"code": problem.code or "server_error", "message": problem.message}
+        error = {"code": problem.code if problem.status == 429 else "server_error", "message": problem.message}
         return self._event("response.failed", response=self._build_response(status="failed", error=error))
 
     def _build_response(self, **more: Any) -> ResponseObject:
