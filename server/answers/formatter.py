@@ -127,10 +127,9 @@ class CompletionFormatter(AnswerFormatter):
     def __init__(self, plan: AnswerPlan, payload: Sampling) -> None:
         """Raises Problem for stream_options without a stream."""
         super().__init__(plan)
-        options = payload.stream_options
-        if options is not None and not payload.stream:
+        if payload.stream_options is not None and not payload.stream:
             raise Problem("stream_options needs stream: true", "stream_options")
-        self._include_usage = options is not None and options.include_usage
+        self._include_usage = payload.stream_options is not None and payload.stream_options.include_usage
         self._common = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": plan.created,

@@ -29,7 +29,7 @@ from outrider.server.metrics import ChoiceTimer
 from outrider.server.problems import Problem, to_problem
 
 FIRST_RESULT_SECONDS = 2.0
-"""How long a stream waits for its first result before its status 200 is sent."""
+"""How long a stream waits for its first result before its status 200 is sent; earlier errors have their own status."""
 KEEP_ALIVE_SECONDS = 4.0
 """A stream sends a keep-alive after this long without a result."""
 
@@ -167,7 +167,6 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # Early errors get their own HTTP status.
             items = await run_while_connected(self._run.poll(FIRST_RESULT_SECONDS), receive)
             with suppress(ClientDisconnect):
                 await run_while_connected(self._write(items, chunk_writer(scope, send), send), receive)

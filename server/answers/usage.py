@@ -32,10 +32,7 @@ _MAX_BACKTRACKS = 10_000
 def build_statistics(
     choices: Sequence[ChoiceState], notes: Sequence[str] = (), first: ChoiceState | None = None
 ) -> dict[str, Any]:
-    """Returns the fields `timings`, the sum of all choices, and `outrider`, of `first`, by default the first of them.
-
-    `turnaround_ms` is omitted, because it has one value per hit.
-    """
+    """Returns `timings`, the sum of all choices without one value per hit, and `outrider`, of `first` or the first."""
     times, result = reduce(add, (choice.result.timings for choice in choices)), (first or choices[0]).result
     found = structs.asdict(times)
     del found["turnaround_ms"]

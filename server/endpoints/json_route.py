@@ -86,8 +86,7 @@ def chunk_docs(shape: type[BaseModel]) -> dict[str, Any]:
 
 def event_docs() -> dict[str, Any]:
     """Describes events whose name equals the `type` in their data."""
-    text = {"type": "string"}
-    return _object(data=_json(_object(type=text)), event=text)
+    return _object(data=_json(_object(type={"type": "string"})), event={"type": "string"})
 
 
 def _object(**fields: Any) -> dict[str, Any]:

@@ -281,10 +281,11 @@ def find_stop_sequence(model: ServedModel, choice: ChoiceState) -> str | None:
 
 def get_output_format(payload: CountTokensRequest) -> OutputFormat | None:
     """Returns the format of `output_config.format`, or of the older `output_format`. Raises Problem."""
-    if payload.output_format is not None:
-        return parse_output_format(payload.output_format, "output_format")
-    config = payload.output_config or OutputConfig()
-    return parse_output_format(config.format, "output_config.format")
+    newer = (payload.output_config or OutputConfig()).format
+    given = (
+        ("output_config.format", newer) if payload.output_format is None else ("output_format", payload.output_format)
+    )
+    return parse_output_format(given[1], given[0])
 
 
 def _select_tools(model: ServedModel, payload: CountTokensRequest) -> Toolbox:
