@@ -28,7 +28,7 @@ from outrider.protocol.sampling import Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_CACHED_GRAMMARS = 32
@@ -46,7 +46,11 @@ _STACK_SIZE_LOCK = threading.Lock()  # the size for new threads is the whole pro
 # The library makes a state for each remainder: 9,973 take 0.1 s, and a million 20 s or more, in every process.
 MAX_REMAINDERS = 20_000
 _MULTIPLE = re.compile(r"multipleOf(?:\W|(?<=\\)[nrt])*([\d.]{1,400})")
-_ESCAPED_ASCII = re.compile(r"\\+u00([0-7][0-9A-Fa-f])")  # several backslashes in a schema in a grammar in a JSON text
+_ESCAPED_ASCII = re.compile(r"(?<!\\)\\+u00([0-7][0-9A-Fa-f])")  # several: a schema in a grammar in a JSON text
+# The library's time and memory grow with the square of their number: 32,000 take ten seconds and 2 GB in every process.
+MAX_OPTIONAL_PARTS = 1000
+_OPTIONAL_PART = re.compile(r"(?<![\\(])[?*+]|\{\d|\(\||\|[|)]")
+_EXPRESSIONS = {"regex": "(?s).+", "json_schema": r'"(?:[^"\\]|\\.)*', "grammar": r"/(?:[^/\\]|\\.)*"}
 # ASCII, as in the patterns of a JSON schema and in vLLM. The library's own classes have the digits of all scripts.
 _CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 
@@ -104,6 +108,9 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     multiples = [int(digits.replace(".", "") or 0) for digits in _MULTIPLE.findall(text)]
     if math.lcm(*(number // math.gcd(number, 10**64) for number in multiples if number)) > MAX_REMAINDERS:
         raise InvalidRequest(f"the {grammar.name} can't be used: its multipleOf is too large; leave it out")
+    expressions = re.findall(_EXPRESSIONS.get(grammar.kind, "$^"), grammar.text)
+    if any(len(_OPTIONAL_PART.findall(one)) > MAX_OPTIONAL_PARTS for one in expressions):
+        raise InvalidRequest(f"the {grammar.name} has too many optional parts; expected at most {MAX_OPTIONAL_PARTS}")
     try:
         with ThreadPoolExecutor(1) as pool, _STACK_SIZE_LOCK:  # the lock ends first, then the compilation
             usual = threading.stack_size(COMPILE_STACK_BYTES)
@@ -168,12 +175,9 @@ class Vocabulary:
 def get_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """Returns the vocabulary of a tokenizer."""
     added = tokenizer.get_added_tokens_decoder()
-    marks = tuple((token, entry.content) for token, entry in sorted(added.items()) if _is_mark(entry))
+    named = [(token, entry.content, entry.special) for token, entry in sorted(added.items()) if entry.content]
+    marks = tuple((token, text) for token, text, special in named if special or (text[0], text[-1]) == ("<", ">"))
     return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), marks)
-
-
-def _is_mark(token: AddedToken) -> bool:
-    return bool(token.content) and (token.special or (token.content.startswith("<") and token.content.endswith(">")))
 
 
 EMPTY_VOCABULARY = Vocabulary()

@@ -64,8 +64,8 @@ class KVBudget:
         if needed <= self.limit:
             return ""
         return (
-            f"kv_memory is {in_mb(self.limit)}, and one text of {context} tokens, the context of {name}, takes"
-            f" {in_mb(needed)} in all workers; expected at least that, or no kv_memory, to use what the machine has"
+            f"kv_memory is {in_units(self.limit)}, and one text of {context} tokens, the context of {name}, takes"
+            f" {in_units(needed)} in all workers; expected at least that, or no kv_memory, to use what the machine has"
         )
 
 
@@ -81,9 +81,9 @@ def kv_budget(limit: int | None, workers: Iterable[WorkerStats], memory: int) ->
     return KVBudget(left // _KV_DIVISOR if limit is None else limit, sum((worker.kv for worker in used), KvCost()))
 
 
-def in_mb(count: int) -> str:
-    """Formats bytes as megabytes."""
-    return f"{count / 1e6:.1f} MB"
+def in_units(count: int) -> str:
+    """Formats bytes as megabytes, or few as kilobytes."""
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} KB"
 
 
 # --- front -> core ------------------------------------------------------------------------------------------------

@@ -97,12 +97,19 @@ def configure_logging(level: str, form: str, process: str, shared_fd: int | None
         own.setLevel(logging.ERROR)
         handlers.append(logging.StreamHandler(os.fdopen(shared_fd, "w", encoding="utf-8", errors="backslashreplace")))
     for handler in handlers:
-        handler.setFormatter(logging.Formatter(f"%(asctime)s {process} %(levelname)s %(message)s"))
+        handler.setFormatter(TextFormatter(f"%(asctime)s {process} %(levelname)s %(message)s"))
     if form == "json":
         handlers[-1].setFormatter(JsonFormatter(process))
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
     logging.basicConfig(level=level.upper(), handlers=handlers)
+
+
+class TextFormatter(logging.Formatter):
+    """Formats one line, in which what can't be printed is escaped, and the traceback, if there is one."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in super().formatMessage(record))
 
 
 class JsonFormatter(logging.Formatter):

@@ -21,7 +21,7 @@ from outrider.protocol.errors import OutriderError
 from outrider.server.endpoints import chat, completions, messages, page, responses, status
 from outrider.server.endpoints.json_route import extend_openapi
 from outrider.server.metrics import Metrics
-from outrider.server.middleware import API_PREFIX, CLIENT_CLOSED_REQUEST, AccessLogMiddleware, AuthMiddleware
+from outrider.server.middleware import API_PREFIX, AccessLogMiddleware, AuthMiddleware
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import to_problem
 from outrider.server.server_context import CompletionBackend, ServerContext
@@ -47,6 +47,7 @@ def build_app(
         version=__version__,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         separate_input_output_schemas=False,
     )
     metrics = Metrics(model.id, model.context_length)
@@ -58,9 +59,8 @@ def build_app(
         app.include_router(router)
     app.mount("/page", page.files)
     extend_openapi(app, model.names, chat.ChatChunk)
-    for kind in (OutriderError, HTTPException, Exception):
+    for kind in (OutriderError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _handle_error)
-    app.add_exception_handler(ClientDisconnect, _handle_disconnect)
     app.add_middleware(_Compression, minimum_size=MIN_COMPRESSED_BYTES, compresslevel=5)
     app.add_middleware(AuthMiddleware, settings=settings)
     app.add_middleware(AccessLogMiddleware, metrics=metrics, tracing=tracing)
@@ -71,7 +71,7 @@ def build_app(
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             allow_private_network=True,  # browsers ask this before a page of a public site reaches loopback
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
     return app
 
@@ -89,7 +89,3 @@ async def _handle_error(request: Request, error: Exception) -> Response:
     if problem.status >= 500:
         log.warning("%s %s: %s", request.method, request.url.path, problem.message)
     return problem.response(request.scope)
-
-
-async def _handle_disconnect(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -26,7 +26,7 @@ from outrider.protocol.sampling import MAX_SEED, Grammar, SamplingParams
 from outrider.server.model.call_grammar import Rules, arguments_of, close_objects, drop_unreadable, one_of, write_calls
 from outrider.server.model.served import ServedModel, ThinkingMode, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import ToolFormat, replace_lone_surrogates
-from outrider.server.problems import Refused
+from outrider.server.problems import Problem
 from outrider.server.schemas import ContentPart, Function, Generation, JsonObject, Sampling
 
 RANDOM_SEED_RANGE = 2**32
@@ -42,16 +42,16 @@ def join_text(content: str | Sequence[ContentPart] | None, where: str, readable:
     """Returns a message's content as one text, with its parts concatenated.
 
     Raises:
-        Refused: a part has no text, or is for example an image.
+        Problem: a part has no text, or is for example an image.
     """
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for part in content:
         if part.type not in readable:
-            raise Refused(f"{where}: parts of type {part.type[:40]!r} are not supported; expected text", where)
+            raise Problem(f"{where}: parts of type {part.type[:40]!r} are not supported; expected text", where)
         if part.text is None:
-            raise Refused(f"{where}: a part of type {part.type!r} has no text; expected its text as 'text'", where)
+            raise Problem(f"{where}: a part of type {part.type!r} has no text; expected its text as 'text'", where)
         texts.append(part.text)
     return "".join(texts)
 
@@ -105,21 +105,21 @@ def select_tools(model: ServedModel, tools: Sequence[Function], choice: ToolSele
     """Returns the tools that may be called, in OpenAI's format.
 
     Raises:
-        Refused: the model can't call tools, two have the same name, or a required one is missing.
+        Problem: the model can't call tools, two have the same name, or a required one is missing.
     """
     by_name = {tool.name: tool for tool in tools}
     if len(by_name) < len(tools):
-        raise Refused("tools: two have the same name; expected different names", "tools")
+        raise Problem("tools: two have the same name; expected different names", "tools")
     for name in choice.names or ():
         if name not in by_name:
-            raise Refused(f"tool_choice names {name[:80]!r}, which is not among the tools", "tool_choice")
+            raise Problem(f"tool_choice names {name[:80]!r}, which is not among the tools", "tool_choice")
     allowed = tools if choice.names is None else [by_name[name] for name in dict.fromkeys(choice.names)]
     if choice.kind == "required" and not allowed:
-        raise Refused("tool_choice requires a call, but there are no tools", "tool_choice")
+        raise Problem("tool_choice requires a call, but there are no tools", "tool_choice")
     if choice.kind == "none" or not allowed:
         return Toolbox()
     if model.tools is None:
-        raise Refused(f"{model.id} has no template or no format for calling tools; leave tools out", "tools")
+        raise Problem(f"{model.id} has no template or no format for calling tools; leave tools out", "tools")
     strict = frozenset(tool.name for tool in allowed if tool.strict)
     return Toolbox(
         tuple(map(to_openai_tool, allowed)), choice.kind == "required", choice.single, strict, model.tools_as_text
@@ -170,15 +170,8 @@ def to_sampling_params(
 def _parse_logit_bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
     wrong = ", ".join(repr(key[:40]) for key in given or {} if not re.fullmatch("[0-9]{1,20}", key))
     if wrong:
-        raise Refused(f"logit_bias: {wrong[:200]} is not a token id; expected whole numbers as strings", "logit_bias")
+        raise Problem(f"logit_bias: {wrong[:200]} is not a token id; expected whole numbers as strings", "logit_bias")
     return tuple((int(token), bias) for token, bias in (given or {}).items())
-
-
-def should_include_usage(payload: Sampling) -> bool:
-    """Returns whether the stream ends with usage. Raises Refused for stream_options without a stream."""
-    if payload.stream_options is not None and not payload.stream:
-        raise Refused("stream_options needs stream: true", "stream_options")
-    return bool(payload.stream_options and payload.stream_options.include_usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +189,7 @@ def get_output_format(payload: Sampling) -> OutputFormat | None:
     """Returns the format of a chat or text completion.
 
     Raises:
-        Refused: there are several, or one is invalid.
+        Problem: there are several, or one is invalid.
     """
     guided = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
     fields = ("grammar", "ebnf", "regex", "json_schema", *guided)
@@ -209,7 +202,7 @@ def get_output_format(payload: Sampling) -> OutputFormat | None:
         forms.insert(0, form)
     if any(form.grammar != forms[0].grammar for form in forms):
         names = " and ".join(form.param for form in forms)
-        raise Refused(f"{names} each set the output format; expected one of them", forms[1].param)
+        raise Problem(f"{names} each set the output format; expected one of them", forms[1].param)
     return forms[0] if forms else None
 
 
@@ -217,12 +210,12 @@ def parse_output_format(given: object, name: str, may_be_loose: bool = False) ->
     """Parses `response_format`, `text.format` or Anthropic's `format`. OpenAI's schemas `may_be_loose`.
 
     Raises:
-        Refused: it is invalid.
+        Problem: it is invalid.
     """
     if given is None:
         return None
     if not isinstance(given, Mapping):
-        raise Refused(f"{name}: expected an object", name.partition(".")[0])
+        raise Problem(f"{name}: expected an object", name.partition(".")[0])
     kind = given.get("type", "text")
     if kind == "text":
         return None
@@ -232,9 +225,9 @@ def parse_output_format(given: object, name: str, may_be_loose: bool = False) ->
     if kind == "json_object":
         return _parse_format_field(name, schema if schema is not None else {"type": "object"})
     if kind != "json_schema":
-        raise Refused(f"{name}: {str(kind)[:40]!r} is not supported; expected text, json_object or json_schema", name)
+        raise Problem(f"{name}: {str(kind)[:40]!r} is not supported; expected text, json_object or json_schema", name)
     if schema is None:
-        raise Refused(f"{name}: the schema is missing; expected a JSON schema as 'schema'", name)
+        raise Problem(f"{name}: the schema is missing; expected a JSON schema as 'schema'", name)
     loose = may_be_loose and isinstance(schema, Mapping) and described.get("strict") is not True
     return replace(_parse_format_field(name, schema), loose=loose)
 
@@ -250,7 +243,7 @@ def _parse_format_field(name: str, given: Any) -> OutputFormat:
             case "object":
                 return OutputFormat(Grammar.json_object(), name)
         if not isinstance(given, Mapping | str | bool):
-            raise Refused(f"{name}: the schema is not an object; expected a JSON schema", name)
+            raise Problem(f"{name}: the schema is not an object; expected a JSON schema", name)
         with suppress(ValueError, RecursionError):
             given = close_objects(json.loads(given) if isinstance(given, str) else given)
         return OutputFormat(Grammar.json_schema(given), name)
@@ -258,11 +251,11 @@ def _parse_format_field(name: str, given: Any) -> OutputFormat:
 
 @contextmanager
 def _refuse_invalid(subject: str, param: str) -> Iterator[None]:
-    """Converts InvalidRequest to Refused, whose message begins with `subject`."""
+    """Converts InvalidRequest to Problem, whose message begins with `subject`."""
     try:
         yield
     except InvalidRequest as error:
-        raise Refused(f"{subject} {error}", param) from None
+        raise Problem(f"{subject} {error}", param) from None
 
 
 def build_answer_grammar(
@@ -271,7 +264,7 @@ def build_answer_grammar(
     """Returns the grammar of an answer to `prompt`; None if nothing constrains it.
 
     Raises:
-        Refused: the format or a tool's schema can't be compiled or satisfied.
+        Problem: the format or a tool's schema can't be compiled or satisfied.
     """
     if form is None and not box.binds:
         return None
@@ -289,7 +282,7 @@ def build_answer_grammar(
 
 
 def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> OutputFormat | None:
-    """Returns a format that can be enforced, `checked` if its grammar omits part of the schema. Raises Refused."""
+    """Returns a format that can be enforced, `checked` if its grammar omits part of the schema. Raises Problem."""
     if form is None:
         return None
     try:
@@ -304,7 +297,7 @@ def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> Outp
             with suppress(InvalidRequest):
                 check_grammar(lenient, model.vocabulary)
                 return replace(form, grammar=lenient, checked=form.grammar.text)
-        raise Refused(f"{form.param}: {error}", form.param) from None
+        raise Problem(f"{form.param}: {error}", form.param) from None
 
 
 def _calls_rule(rules: Rules, model: ServedModel, box: Toolbox, form: OutputFormat | None) -> str | None:

@@ -21,13 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.process import current_request
 from outrider.server.metrics import Metrics
-from outrider.server.problems import Refused, to_problem
+from outrider.server.problems import CLIENT_CLOSED_REQUEST, Problem, to_problem
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import Tracing
 
-CLIENT_CLOSED_REQUEST = 499
-"""The status recorded when the client disconnects before the response starts."""
 UNKNOWN_ROUTE = "other"
 API_PREFIX = "/v1"
 """The prefix of most paths; they also work without it."""
@@ -57,7 +55,8 @@ class AccessLogMiddleware:
         scope.setdefault("state", {})["request_id"] = request_id
         current_request.set(request_id)
         span = scope["state"]["span"] = self._tracing.start_request(scope) if self._tracing is not None else None
-        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # uvicorn drops the body
+        inner = {**scope, "path": scope["path"].rstrip("/") or "/"}  # a redirection would name http behind a TLS proxy
+        inner["method"] = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn drops the body
         began, status = time.monotonic(), CLIENT_CLOSED_REQUEST
 
         async def answer(message: Message) -> None:
@@ -117,21 +116,21 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._authorize(scope)
-        except Refused as refused:
+        except Problem as refused:
             await refused.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _authorize(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
+        headers, path = Headers(scope=scope), scope["path"]
         if self._hosts is not None and not _is_known_host(headers.get("host", ""), self._hosts):
-            raise Refused("the Host header names another machine; use localhost or an IP address", status=403)
+            raise Problem("the Host header names another machine; use localhost or an IP address", status=403)
         given = (get_api_key(scope) or "").encode(errors="replace")
         # Every key is compared, so that the time does not depend on which one matches.
         known = [hmac.compare_digest(given, key) for key in self._keys]
-        is_public = scope["path"] in self._public or scope["path"].startswith(PAGE_PATH) or scope["method"] == "OPTIONS"
+        is_public = path in self._public or f"{path}/".startswith(PAGE_PATH) or scope["method"] == "OPTIONS"
         if self._keys and not any(known) and not is_public:
-            raise Refused(
+            raise Problem(
                 "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
             )
 

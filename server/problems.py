@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -22,6 +23,8 @@ from outrider.protocol.process import current_request
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.schemas import AnthropicError, AnthropicErrorBody, OpenAIError, OpenAIErrorBody
 
+CLIENT_CLOSED_REQUEST = 499
+"""The status recorded when the client disconnects before the response starts."""
 RETRY_SECONDS = 1
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = _OPENAI_TYPES | {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
@@ -80,15 +83,13 @@ class Problem(OutriderError):
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
 
-class Refused(Problem):
-    """A request that is rejected before any work is done."""
-
-
 def to_problem(error: Exception) -> Problem:
     """Converts an exception. Unexpected ones become a generic message."""
     match error:
         case Problem():
             return error
+        case ClientDisconnect():
+            return Problem("the client has disconnected", status=CLIENT_CLOSED_REQUEST)
         case HTTPException(status_code=404):
             return Problem("no such path; /openapi.json lists them", status=404)
         case HTTPException(status_code=405, headers=headers):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.orchestrator.http_settings import MAX_WAIT_SECONDS
@@ -27,6 +27,7 @@ MAX_BIASES = 10_000
 MAX_FIELDS = 1000
 MAX_NAME_LENGTH = 256
 
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 JsonObject = dict[str, Any]
@@ -95,7 +96,7 @@ Content = str | Annotated[list[ContentPart], bounded()]
 class Function(LooseSchema):
     """A function that the model may call; `parameters` is a JSON schema."""
 
-    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
+    name: Name
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -107,15 +108,20 @@ class ApiResponse(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-def unsupported(reason: str, code: str | None = None) -> Any:
-    """Rejects a field that would change the answer; {} sets it, too. `code`: the API's own for such an error."""
+def unsupported(reason: str, code: str | None = None, supported: Sequence[Any] = (None, False, "", [])) -> Any:
+    """Rejects a field that would change the answer, unless it has a supported value. {given} in `reason` is its value;
+    `code` is the API's own for such an error."""
 
     def check(given: Any) -> Any:
-        if given not in (None, False, "", []):
-            raise PydanticCustomError("unsupported", "{reason}", {"reason": reason, "code": code})
+        if given not in supported:
+            raise PydanticCustomError("unsupported", reason, {"given": repr(given)[:40], "code": code})
         return given
 
-    return AfterValidator(check)
+    return BeforeValidator(check)
+
+
+CLIENT_TOOLS = "{given} is not supported; leave it out, or describe a tool that the client runs: its name and schema"
+FunctionType = Annotated[Literal["function"], unsupported(CLIENT_TOOLS, supported=("function", "allowed_tools"))]
 
 
 def omit_if_none() -> Any:

@@ -18,13 +18,14 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClient
 from outrider.orchestrator.http_settings import HttpSettings
+from outrider.protocol.errors import ServerBusy
 from outrider.protocol.messages import Stats
 from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.answers.run import EventStream, RequestRun, run_while_connected
 from outrider.server.metrics import ChoiceTimer, Metrics
 from outrider.server.middleware import get_api_key
 from outrider.server.model.served import ServedModel, TemplateInput
-from outrider.server.problems import Refused
+from outrider.server.problems import Problem
 
 MAX_CLIENTS = 1024
 ORCHESTRATOR_TIMEOUT_SECONDS = 10.0
@@ -73,10 +74,10 @@ class ServerContext:
     _running: Counter[str] = field(default_factory=Counter, init=False)
 
     def check_model(self, name: str | None) -> None:
-        """Raises Refused for the name of another model."""
-        if name is not None and name not in self.model.names:
+        """Raises Problem for the name of another model."""
+        if name is not None and {name, name.rstrip("/")}.isdisjoint(self.model.names):
             known = ", ".join(self.model.names)
-            raise Refused(
+            raise Problem(
                 f"the model {name[:200]!r} is not served here; expected {known}", "model", 404, "model_not_found"
             )
 
@@ -84,26 +85,24 @@ class ServerContext:
         """Counts the tokens of a conversation. Raises like `ServedModel.tokenize_conversation`."""
         return len((await asyncio.to_thread(self.model.tokenize_conversation, talk)).tokens)
 
-    async def respond(self, request: Request, formatter: AnswerFormatter, stream: bool | None) -> Response:
+    async def respond(self, request: Request, formatter: AnswerFormatter, stream: bool | None) -> BaseModel | Response:
         """Generates the answers, and returns the response or the stream.
 
         Raises:
-            Refused: the server is draining, or the caller has too many requests.
+            Problem: the server is draining, or the caller has too many requests.
             OutriderError: a choice failed; of a stream, before its status 200 was sent.
             ClientDisconnect: the client left; the request is cancelled.
         """
         if self.draining:
-            raise Refused("the server is shutting down; retry after it restarts", status=503)
+            raise Problem("the server is shutting down; retry after it restarts", status=503)
         plan, caller, most = formatter.plan, identify_caller(request), self.settings.max_streams_per_key
         running, more = self._running[caller], len(plan.choices)
         if most is not None and more > most:
-            raise Refused(f"this request asks for {more} answers; expected at most {most} (--max-streams-per-key)")
+            raise Problem(f"this request asks for {more} answers; expected at most {most} (--max-streams-per-key)")
         if most is not None and running + more > most:
-            raise Refused(
+            raise ServerBusy(
                 f"this request asks for {more} while you have {running} running; expected at most {most} answers at"
-                " once (--max-streams-per-key); try again later",
-                status=429,
-                code="rate_limit_exceeded",
+                " once (--max-streams-per-key); try again later"
             )
         self._running[caller] += more
         start_timer = partial(ChoiceTimer, self.metrics, request.scope["state"]["span"], plan.is_chat)
@@ -116,12 +115,10 @@ class ServerContext:
             await run_while_connected(run.finish(), request.receive)
         finally:
             await run.close()
-        return json_response(formatter.format_response())
+        return formatter.format_response()
 
     def _release(self, caller: str, answers: int) -> None:
-        self._running[caller] -= answers
-        if not self._running[caller]:
-            del self._running[caller]
+        self._running -= Counter({caller: answers})  # without callers that have none left
 
 
 async def _get_context(request: Request) -> ServerContext:
@@ -130,8 +127,3 @@ async def _get_context(request: Request) -> ServerContext:
 
 
 ContextDependency = Annotated[ServerContext, Depends(_get_context)]
-
-
-def json_response(shape: BaseModel) -> Response:
-    """Returns a non-streamed response."""
-    return Response(shape.model_dump_json(), media_type="application/json")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeAlias, TypeVar
 
 from outrider.grammar.compiler import check_grammar, get_vocabulary
-from outrider.orchestrator.events import Admit, KVBudget, in_mb
+from outrider.orchestrator.events import Admit, KVBudget, in_units
 from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.orchestrator.pairing.model_files import drafter_names
 from outrider.orchestrator.pairing.pairing import ChosenPair
@@ -123,7 +123,10 @@ class Admission:
         """
         for name in ("num_draft_tokens", "branches"):
             check_setting(name, getattr(generate, name))
-        tokens, resumed = self._tokenize(generate), _read_resume_tokens(generate)
+        tokens, given = self._tokenize(generate), generate.resume_tokens
+        if given is not None and generate.sampling.seed is None:
+            raise InvalidRequest("the resumed text has no seed; expected the one that it began with")
+        resumed = tuple(int(token) for token in given) if given is not None else ()
         self._check_fingerprint(generate)
         self._check_tokens(tokens, resumed, generate.sampling)
         sampling, notes = self._fit_sampling(generate.sampling, len(tokens))
@@ -204,7 +207,7 @@ class Admission:
             raise PromptTooLong(
                 f"the prompt is too long: {len(tokens)} tokens > {max(budget.max_tokens - 1, 0)} maximum; here this"
                 f" model's maximum context length is {budget.max_tokens} tokens, which fit in the"
-                f" {in_mb(budget.limit)} of kv_memory"
+                f" {in_units(budget.limit)} of kv_memory"
             )
         if self.vocab_size is None:
             return
@@ -227,7 +230,7 @@ class Admission:
             sampling = replace(sampling, seed=secrets.randbelow(SEED_RANGE))
         limits = [
             (self.context_length, "the context"),
-            (self.kv_budget.max_tokens, f"kv_memory ({in_mb(self.kv_budget.limit)})"),
+            (self.kv_budget.max_tokens, f"kv_memory ({in_units(self.kv_budget.limit)})"),
         ]
         for tokens, what in limits:
             room = tokens - prompt_tokens
@@ -240,14 +243,6 @@ class Admission:
             backend = self._settings.draft_backend
             notes += (f"the {backend} drafter does not sample: its tokens are verified as if they had probability 1",)
         return sampling, notes
-
-
-def _read_resume_tokens(generate: Generate) -> tuple[int, ...]:
-    if generate.resume_tokens is None:
-        return ()
-    if generate.sampling.seed is None:
-        raise InvalidRequest("the resumed text has no seed; expected the one that it began with")
-    return tuple(int(token) for token in generate.resume_tokens)
 
 
 def _feed_resumed(admit: Admit, text: TextStream, characters: int) -> str:

@@ -339,7 +339,7 @@ def plan_answer(
     The choices of a prompt differ in the seed. `max_tokens` None or -1: what the context has room for.
 
     Raises:
-        Refused, InvalidRequest, ModelError: a value is out of range, the template rejects the conversation, or the
+        Problem, InvalidRequest, ModelError: a value is out of range, the template rejects the conversation, or the
             format or the tools can't be enforced.
     """
     if is_chat := isinstance(source, TemplateInput):

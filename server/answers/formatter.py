@@ -19,6 +19,7 @@ from outrider.server.answers.choices import AnswerPlan, ChoiceState, KeepAlive, 
 from outrider.server.answers.usage import build_statistics, build_usage, describe_schema_violations
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
+from outrider.server.schemas import Sampling
 
 FINGERPRINT = f"outrider-{__version__}"
 DONE = b"data: [DONE]\n\n"
@@ -123,9 +124,12 @@ class CompletionFormatter(AnswerFormatter):
     response: type[BaseModel]
     chunk: type[BaseModel]
 
-    def __init__(self, plan: AnswerPlan, include_usage: bool) -> None:
+    def __init__(self, plan: AnswerPlan, payload: Sampling) -> None:
+        """Raises Problem for stream_options without a stream."""
         super().__init__(plan)
-        self._include_usage = include_usage
+        if payload.stream_options is not None and not payload.stream:
+            raise Problem("stream_options needs stream: true", "stream_options")
+        self._include_usage = payload.stream_options is not None and payload.stream_options.include_usage
         self._common = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": plan.created,

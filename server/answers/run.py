@@ -26,10 +26,10 @@ from outrider.server.answers.choices import UNFINISHED, AnswerPlan, ChoiceState,
 from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.connection import chunk_writer
 from outrider.server.metrics import ChoiceTimer
-from outrider.server.problems import Refused, to_problem
+from outrider.server.problems import Problem, to_problem
 
-FIRST_RESULT_SECONDS = 0.5
-"""How long a stream waits for its first result before its status 200 is sent."""
+FIRST_RESULT_SECONDS = 2.0
+"""How long a stream waits for its first result before its status 200 is sent; earlier errors have their own status."""
 KEEP_ALIVE_SECONDS = 4.0
 """A stream sends a keep-alive after this long without a result."""
 
@@ -145,7 +145,7 @@ class RequestRun:
                 f"the answer was not complete after {self._timeout:g} s and was cancelled; set a longer timeout, at"
                 " most the server's --request-timeout"
             )
-            self._queue.put_nowait(failed := Refused(late, "timeout", 504, "timeout"))
+            self._queue.put_nowait(failed := Problem(late, "timeout", 504, "timeout"))
         except Exception as error:
             self._queue.put_nowait(failed := error)
             raise  # `close` gathers it
@@ -167,7 +167,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            items = await self._run.poll(FIRST_RESULT_SECONDS)  # early errors get their own HTTP status
+            items = await run_while_connected(self._run.poll(FIRST_RESULT_SECONDS), receive)
             with suppress(ClientDisconnect):
                 await run_while_connected(self._write(items, chunk_writer(scope, send), send), receive)
         finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate, zip_longest
 from operator import add
-from typing import Any, cast
+from typing import Any
 
 from msgspec import structs, to_builtins
 
@@ -29,22 +29,16 @@ _MAX_REASON_CHARS = 300
 _MAX_BACKTRACKS = 10_000
 
 
-def sum_timings(choices: Sequence[ChoiceState]) -> dict[str, Any]:
-    """Returns the `timings` field, the sum of all choices. `turnaround_ms` is omitted: it has one value per hit."""
-    times = reduce(add, (choice.result.timings for choice in choices))
-    found = structs.asdict(times)
-    del found["turnaround_ms"]
-    found["prompt_per_second"] = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
-    return cast("dict[str, Any]", to_builtins(found))
-
-
 def build_statistics(
     choices: Sequence[ChoiceState], notes: Sequence[str] = (), first: ChoiceState | None = None
 ) -> dict[str, Any]:
-    """Returns the fields `timings`, of all choices, and `outrider`, of `first`, by default the first of them."""
-    result = (first or choices[0]).result
+    """Returns `timings`, the sum of all choices without one value per hit, and `outrider`, of `first` or the first."""
+    times, result = reduce(add, (choice.result.timings for choice in choices)), (first or choices[0]).result
+    found = structs.asdict(times)
+    del found["turnaround_ms"]
+    found["prompt_per_second"] = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
     about = schemas.Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
-    return {"timings": sum_timings(choices), "outrider": about}
+    return {"timings": to_builtins(found), "outrider": about}
 
 
 def report_speculation(chunks: Sequence[Chunk]) -> schemas.SpeculationReport | None:

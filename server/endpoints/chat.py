@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk
@@ -25,13 +25,12 @@ from outrider.server.mapping import (
     join_text,
     past_tool_call,
     select_tools,
-    should_include_usage,
     template_keywords,
     tool_result,
 )
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
-from outrider.server.problems import Refused
+from outrider.server.problems import Problem
 from outrider.server.server_context import ContextDependency
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -63,14 +62,14 @@ class ChatMessage(schemas.LooseSchema):
 
 
 class Tool(schemas.LooseSchema):
-    type: str
-    function: schemas.Function | None = None
+    type: schemas.FunctionType
+    function: schemas.Function
 
 
 class NamedToolChoice(schemas.LooseSchema):
     """Names a function; as `tool_choice`, requires a call of it."""
 
-    type: Literal["function"] = "function"
+    type: schemas.FunctionType = "function"
     function: schemas.Function
 
 
@@ -193,8 +192,8 @@ class ChatFormatter(CompletionFormatter):
     response = ChatCompletion
     chunk = ChatChunk
 
-    def __init__(self, plan: AnswerPlan, include_usage: bool) -> None:
-        super().__init__(plan, include_usage)
+    def __init__(self, plan: AnswerPlan, payload: ChatRequest) -> None:
+        super().__init__(plan, payload)
         self._logprobs = create_logprob_formatters(plan)
         self._calls = [0] * len(plan.choices)
 
@@ -249,26 +248,19 @@ def _tool_choice(payload: ConversationRequest) -> ToolSelection:
 
 
 def to_conversation(model: ServedModel, payload: ConversationRequest) -> TemplateInput:
-    """Converts a request to a template's input. Raises Refused for unsupported content and tools."""
+    """Converts a request to a template's input. Raises Problem for unsupported content and tools."""
     messages = payload.messages or []
     continues = bool(payload.continue_final_message or (messages and messages[-1].prefix))
     if continues and payload.add_generation_prompt:
-        raise Refused(
+        raise Problem(
             "continue_final_message and add_generation_prompt can't be used together", "continue_final_message"
         )
     if continues and messages[-1].role != "assistant":
-        raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
-    functions = []
-    for place, tool in enumerate(payload.tools or ()):
-        if tool.type != "function" or tool.function is None:
-            raise Refused(
-                f"tools.{place}: only function tools are supported; expected type and function", f"tools.{place}"
-            )
-        functions.append(tool.function)
+        raise Problem("continue_final_message: the last message is not the assistant's", "continue_final_message")
     named = payload.model_dump(include={"enable_thinking", "reasoning_effort"})
     return TemplateInput(
         messages=[_convert_message(message, f"messages.{place}.content") for place, message in enumerate(messages)],
-        box=select_tools(model, functions, _tool_choice(payload)),
+        box=select_tools(model, [tool.function for tool in payload.tools or ()], _tool_choice(payload)),
         keywords=template_keywords(payload.chat_template_kwargs, **named),
         answer=payload.add_generation_prompt is not False,
         continue_final=continues,
@@ -290,22 +282,19 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/chat/completions", response_model=None, responses=response_docs(ChatCompletion, chunk_docs(ChatChunk)))
-async def complete(payload: ChatRequest, request: Request, context: ContextDependency) -> Response:
+async def complete(payload: ChatRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Generates an answer to a conversation."""
     if payload.modalities is not None and payload.modalities != ["text"]:
-        raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
+        raise Problem("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
     if payload.top_logprobs and not payload.logprobs:
-        raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
+        raise Problem("top_logprobs needs logprobs: true", "top_logprobs")
+    newer, older = payload.max_completion_tokens, payload.max_tokens
+    if None not in (newer, older) and newer != older:
+        raise Problem(f"max_tokens is {older} and max_completion_tokens {newer}; expected one of them", "max_tokens")
+    most = older if newer is None else newer
     source, form, model = to_conversation(context.model, payload), get_output_format(payload), context.model
     logprobs = payload.top_logprobs or 0 if payload.logprobs else None
     plan = await asyncio.to_thread(
-        plan_answer, model, payload, source, form, payload.stop, _get_max_tokens(payload), logprobs, payload.n or 1
+        plan_answer, model, payload, source, form, payload.stop, most, logprobs, payload.n or 1
     )
-    return await context.respond(request, ChatFormatter(plan, should_include_usage(payload)), payload.stream)
-
-
-def _get_max_tokens(payload: ChatRequest) -> int | None:
-    newer, older = payload.max_completion_tokens, payload.max_tokens
-    if newer is not None and older is not None and newer != older:
-        raise Refused(f"max_tokens is {older} and max_completion_tokens {newer}; expected one of them", "max_tokens")
-    return newer if newer is not None else older
+    return await context.respond(request, ChatFormatter(plan, payload), payload.stream)

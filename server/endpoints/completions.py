@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import MAX_TOKEN_ID, Chunk
@@ -19,9 +19,9 @@ from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextP
 from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.usage import PlacedToken, collect_logprobs, create_logprob_formatters, report_speculation
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping import get_output_format, should_include_usage
+from outrider.server.mapping import get_output_format
 from outrider.server.model.served import ServedModel, TokenizedPrompt
-from outrider.server.problems import Refused
+from outrider.server.problems import Problem
 from outrider.server.server_context import ContextDependency
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], schemas.bounded(schemas.MAX_TOKENS, least=1)]
@@ -113,7 +113,7 @@ class TextCompletionFormatter(CompletionFormatter):
     chunk = Completion
 
     def __init__(self, plan: AnswerPlan, payload: CompletionRequest, echoes: Sequence[str]) -> None:
-        super().__init__(plan, should_include_usage(payload))
+        super().__init__(plan, payload)
         self._echoes = echoes
         self._candidates, self._each = _count_candidates(payload), payload.n or 1
         self._logprobs = create_logprob_formatters(plan) if payload.logprobs is not None else None
@@ -161,25 +161,27 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/completions", response_model=None, responses=response_docs(Completion, chunk_docs(Completion)))
-async def complete(payload: CompletionRequest, request: Request, context: ContextDependency) -> Response:
+async def complete(payload: CompletionRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Completes texts. Choices of several prompts follow one another."""
     if payload.echo and payload.logprobs is not None and payload.stream:
-        raise Refused("logprobs of an echoed prompt can't be streamed; leave out echo, logprobs or stream", "stream")
+        raise Problem("logprobs of an echoed prompt can't be streamed; leave out echo, logprobs or stream", "stream")
     formatter = await asyncio.to_thread(_create_formatter, context.model, payload)
     return await context.respond(request, formatter, payload.stream)
 
 
 def _create_formatter(model: ServedModel, payload: CompletionRequest) -> TextCompletionFormatter:
     """Plans the choices of all prompts. An echo is the prompt's text, which a returned choice begins with."""
-    given, each, tried = _split_prompts(payload.prompt), payload.n or 1, _count_candidates(payload)
+    whole, each, tried = payload.prompt, payload.n or 1, _count_candidates(payload)
+    is_one = isinstance(whole, str) or isinstance(whole[0], int)
+    given = cast("list[str | list[int]]", [whole] if is_one else whole)
     prompts = [model.tokenize_text(one) if isinstance(one, str) else TokenizedPrompt(tuple(one)) for one in given]
     if len(prompts) * tried > schemas.MAX_CHOICES:
-        raise Refused(
+        raise Problem(
             f"{len(prompts)} prompts with {tried} choices each; expected at most {schemas.MAX_CHOICES} in all", "n"
         )
     most = payload.max_tokens if payload.max_tokens is not None else DEFAULT_MAX_TOKENS
     if not (most or payload.echo):
-        raise Refused("max_tokens is 0; expected at least 1, or echo, which returns the prompt", "max_tokens")
+        raise Problem("max_tokens is 0; expected at least 1, or echo, which returns the prompt", "max_tokens")
     wanted = payload.logprobs if tried == each else payload.logprobs or 0  # best_of ranks by them
     plan = plan_answer(model, payload, prompts, get_output_format(payload), payload.stop, most or 1, wanted, tried)
     for choice in plan.choices:
@@ -193,19 +195,12 @@ def _create_formatter(model: ServedModel, payload: CompletionRequest) -> TextCom
 
 
 def _count_candidates(payload: CompletionRequest) -> int:
-    """Returns the number of choices generated per prompt. Raises Refused."""
+    """Returns the number of choices generated per prompt. Raises Problem."""
     each = payload.n or 1
     if payload.best_of is None or payload.best_of == each:
         return each
     if payload.best_of < each:
-        raise Refused(f"best_of is {payload.best_of}, less than n ({each}); expected at least n", "best_of")
+        raise Problem(f"best_of is {payload.best_of}, less than n ({each}); expected at least n", "best_of")
     if payload.stream:
-        raise Refused("best_of can't be streamed; leave out best_of or stream", "best_of")
+        raise Problem("best_of can't be streamed; leave out best_of or stream", "best_of")
     return payload.best_of
-
-
-def _split_prompts(prompt: str | list[int] | list[str | list[int]]) -> list[str | list[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    tokens = [one for one in prompt if isinstance(one, int)]
-    return [tokens] if tokens else [one for one in prompt if not isinstance(one, int)]

@@ -24,7 +24,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from outrider.protocol.sampling import MAX_SEED
-from outrider.server.problems import Refused
+from outrider.server.problems import Problem
 from outrider.server.schemas import AnthropicErrorBody, ApiRequest, OpenAIErrorBody
 
 log = logging.getLogger(__name__)
@@ -81,17 +81,15 @@ def response_docs(
 def chunk_docs(shape: type[BaseModel]) -> dict[str, Any]:
     """Describes events that each contain a `shape` or an error, and the final [DONE]."""
     kinds = [{"$ref": SCHEMA_REF_PREFIX + kind.__name__} for kind in (shape, OpenAIErrorBody)]
-    return _event({"anyOf": [_json({"anyOf": kinds}), {"const": "[DONE]"}]})
+    return _object(data={"anyOf": [_json({"anyOf": kinds}), {"const": "[DONE]"}]})
 
 
 def event_docs() -> dict[str, Any]:
     """Describes events whose name equals the `type` in their data."""
-    data = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
-    return _event(_json(data), {"event": {"type": "string"}})
+    return _object(data=_json(_object(type={"type": "string"})), event={"type": "string"})
 
 
-def _event(data: dict[str, Any], more: dict[str, Any] | None = None) -> dict[str, Any]:
-    fields = {"data": data, **(more or {})}
+def _object(**fields: Any) -> dict[str, Any]:
     return {"type": "object", "properties": fields, "required": list(fields)}
 
 
@@ -136,7 +134,7 @@ def extend_openapi(app: FastAPI, names: Sequence[str], event: type[BaseModel]) -
 
 
 class JsonRoute(APIRoute):
-    """A route with a JSON body of one shape for a served model, whose endpoint returns its own Response.
+    """A route with a JSON body of one shape for a served model, whose endpoint returns a schema or a Response.
 
     FastAPI's handler also supports forms, files and nested dependencies, and takes a tenth of a request's time.
     """
@@ -157,18 +155,20 @@ class JsonRoute(APIRoute):
                 raise _report_invalid(error) from None
             except ValueError as error:
                 half = "; a text has half of a surrogate pair" if "hex escape" in str(error) else ""
-                raise Refused(f"the body is not JSON: {error}{half}") from None
+                raise Problem(f"the body is not JSON: {error}{half}") from None
             if payload.model_extra:
                 count_ignored(context.ignored, request.url.path, find_ignored_fields(payload))
             context.check_model(payload.model)
             given = {"request": request, "context": context}
-            answer: Response = await endpoint(payload, **{one.name: given[one.name] for one in others})
+            answer: BaseModel | Response = await endpoint(payload, **{one.name: given[one.name] for one in others})
+            if isinstance(answer, BaseModel):
+                return Response(answer.model_dump_json(), media_type="application/json")
             return answer
 
         return handle
 
 
-def _report_invalid(error: ValidationError) -> Refused:
+def _report_invalid(error: ValidationError) -> Problem:
     """Reports an unsupported field, else the first invalid one; of a union's, the right type's that got furthest."""
     wrong = error.errors(include_url=False)
     first = max(wrong, key=lambda e: (e["type"] == "unsupported", not e["type"].endswith("_type"), len(e["loc"])))
@@ -177,7 +177,7 @@ def _report_invalid(error: ValidationError) -> Refused:
         path.append(str(first["loc"][-1]))
     reason = _REASONS.get(first["type"], first["msg"])
     code = first.get("ctx", {}).get("code")
-    return Refused(f"{'.'.join(path) or 'the body'}: {reason}", path[0] if path else None, code=code, details=code)
+    return Problem(f"{'.'.join(path) or 'the body'}: {reason}", path[0] if path else None, code=code, details=code)
 
 
 def _is_field(part: str | int) -> bool:
@@ -188,10 +188,10 @@ def _is_field(part: str | int) -> bool:
 def _check_content_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise Refused("content-type is not JSON; expected application/json", status=415)
+        raise Problem("content-type is not JSON; expected application/json", status=415)
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
-        raise Refused(
+        raise Problem(
             f"the body is compressed ({coding[:40]}), which is not supported; send it uncompressed",
             status=415,
             details="request_body_encoding_unsupported",
@@ -202,10 +202,10 @@ async def _read_body(request: Request, max_mb: int) -> bytearray:
     """Reads the whole body within a time limit.
 
     Raises:
-        Refused: it is too large, or late.
+        Problem: it is too large, or late.
         ClientDisconnect: the client left.
     """
-    too_large = Refused(f"the body is larger than {max_mb} MB (--max-body-mb)", status=413)
+    too_large = Problem(f"the body is larger than {max_mb} MB (--max-body-mb)", status=413)
     stated, most, body = request.headers.get("content-length", ""), max_mb * 2**20, bytearray()
     if stated.isdigit() and int(stated) > most:
         raise too_large
@@ -216,7 +216,7 @@ async def _read_body(request: Request, max_mb: int) -> bytearray:
                 if len(body) > most:
                     raise too_large
     except TimeoutError:
-        raise Refused(f"the body did not arrive within {BODY_TIMEOUT_SECONDS:g} s", status=408) from None
+        raise Problem(f"the body did not arrive within {BODY_TIMEOUT_SECONDS:g} s", status=408) from None
     return body
 
 
@@ -224,15 +224,15 @@ def find_ignored_fields(payload: ApiRequest) -> list[str]:
     """Returns the names of unknown fields, which are ignored, cut at `_MAX_NAME`: comparing 30 MB takes ten seconds.
 
     Raises:
-        Refused: one must not be ignored.
+        Problem: one must not be ignored.
     """
     given: dict[str, Any] = payload.model_extra or {}
     names = [name[:_MAX_NAME] for name, value in given.items() if value not in (None, _NEUTRAL_VALUES.get(name))]
     for name in names:
         if name in _OTHER_SERVERS_FIELDS or name in _fields_of_all_paths():
-            raise Refused(f"{name}: this path does not support it, and ignoring it would change the answer", name)
+            raise Problem(f"{name}: this path does not support it, and ignoring it would change the answer", name)
         if near := get_close_matches(name, _effective_fields(type(payload)), 1, _MIN_SIMILARITY):
-            raise Refused(f"{name}: no such field is known here; did you mean {near[0]}?", name)
+            raise Problem(f"{name}: no such field is known here; did you mean {near[0]}?", name)
     return names
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request
-from pydantic import AliasChoices, AliasPath, Field, model_validator
+from pydantic import AliasChoices, AliasPath, BaseModel, Field, model_validator
 from starlette.responses import Response
 
 from outrider.orchestrator.pairing.detokenizer import TextStream
@@ -40,8 +40,8 @@ from outrider.server.mapping import (
 )
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
-from outrider.server.problems import Problem, Refused
-from outrider.server.server_context import ContextDependency, json_response
+from outrider.server.problems import Problem
+from outrider.server.server_context import ContextDependency
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -56,6 +56,7 @@ _TOOL_CHOICE_KINDS: dict[str, Literal["auto", "required", "none"]] = {"auto": "a
 class ClientTool(schemas.Function):
     """A tool that the client runs; `input_schema` is a JSON schema. Anthropic's own tools are rejected."""
 
+    name: schemas.Name = Field(validation_alias=AliasChoices("name", "mcp_server_name"))
     type: str | None = None
     defer_loading: bool | None = Field(None, description="hide it until a tool_reference or tool_addition names it")
     parameters: schemas.JsonObject | None = Field(None, alias="input_schema")
@@ -279,18 +280,19 @@ def find_stop_sequence(model: ServedModel, choice: ChoiceState) -> str | None:
 
 
 def get_output_format(payload: CountTokensRequest) -> OutputFormat | None:
-    """Returns the format of `output_config.format`, or of the older `output_format`. Raises Refused."""
-    if payload.output_format is not None:
-        return parse_output_format(payload.output_format, "output_format")
-    config = payload.output_config or OutputConfig()
-    return parse_output_format(config.format, "output_config.format")
+    """Returns the format of `output_config.format`, or of the older `output_format`. Raises Problem."""
+    newer = (payload.output_config or OutputConfig()).format
+    given = (
+        ("output_config.format", newer) if payload.output_format is None else ("output_format", payload.output_format)
+    )
+    return parse_output_format(given[1], given[0])
 
 
 def _select_tools(model: ServedModel, payload: CountTokensRequest) -> Toolbox:
     tools = payload.tools or []
     known = {tool.name: tool for tool in tools}
     if len(known) < len(tools):
-        raise Refused("tools: two have the same name; expected different names", "tools")
+        raise Problem("tools: two have the same name; expected different names", "tools")
     offered = {tool.name: tool for tool in tools if not tool.defer_loading}  # first: the prompt cache has them
     blocks = [block for turn in payload.messages if isinstance(turn.content, list) for block in turn.content]
     for outer in blocks:
@@ -301,7 +303,7 @@ def _select_tools(model: ServedModel, payload: CountTokensRequest) -> Toolbox:
                 offered[tool.name] = known[tool.name] = tool
     for tool in offered.values():
         if tool.type not in (None, "custom"):
-            raise Refused(f"tools: {tool.type[:40]} has no schema here; expected tools with an input_schema", "tools")
+            raise Problem(f"tools: {schemas.CLIENT_TOOLS.format(given=repr(tool.type[:40]))}", "tools")
     return select_tools(model, list(offered.values()), _tool_choice(payload))
 
 
@@ -312,7 +314,7 @@ def _tool_choice(payload: CountTokensRequest) -> ToolSelection:
     if choice.type != "tool":
         return ToolSelection(_TOOL_CHOICE_KINDS[choice.type], single=bool(choice.disable_parallel_tool_use))
     if choice.name is None:
-        raise Refused("tool_choice: type tool needs the tool's name", "tool_choice")
+        raise Problem("tool_choice: type tool needs the tool's name", "tool_choice")
     return ToolSelection("required", (choice.name,), single=True)
 
 
@@ -347,7 +349,7 @@ def to_conversation(model: ServedModel, payload: CountTokensRequest) -> Template
 def _convert_turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
     """Converts one turn to messages. Tool results are messages of their own, before the user's text."""
     if turn.content is None and (turn.role != "system" or turn.output_config is None):
-        raise Refused(f"{where}: Field required", where)
+        raise Problem(f"{where}: Field required", where)
     blocks = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content or []
     results = [block for block in blocks if block.type == "tool_result"]
     calls = [block for block in blocks if block.type == "tool_use"]
@@ -367,7 +369,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/messages", response_model=None, responses=response_docs(MessageAnswer, event_docs(), anthropic=True))
-async def answer(payload: MessagesRequest, request: Request, context: ContextDependency) -> Response:
+async def answer(payload: MessagesRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Generates an answer to a conversation."""
     source, form = to_conversation(context.model, payload), get_output_format(payload)
     stops, most = payload.stop_sequences, payload.max_tokens
@@ -377,6 +379,6 @@ async def answer(payload: MessagesRequest, request: Request, context: ContextDep
 
 
 @router.post("/messages/count_tokens", response_model=None, responses=response_docs(TokenCount, anthropic=True))
-async def count(payload: CountTokensRequest, context: ContextDependency) -> Response:
+async def count(payload: CountTokensRequest, context: ContextDependency) -> TokenCount:
     """Counts the tokens of a conversation."""
-    return json_response(TokenCount(input_tokens=await context.count_tokens(to_conversation(context.model, payload))))
+    return TokenCount(input_tokens=await context.count_tokens(to_conversation(context.model, payload)))

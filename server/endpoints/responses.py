@@ -49,8 +49,8 @@ from outrider.server.mapping import (
 )
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
-from outrider.server.problems import Problem, Refused
-from outrider.server.server_context import ContextDependency, json_response
+from outrider.server.problems import Problem
+from outrider.server.server_context import ContextDependency
 
 _INCLUDE_LOGPROBS, _INCLUDE_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 _READABLE = "readable:"
@@ -64,6 +64,7 @@ class Item(schemas.LooseSchema):
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: schemas.Content | None = None
+    summary: schemas.Content | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -80,7 +81,7 @@ class FunctionTool(schemas.LooseSchema):
 
 
 class FunctionChoice(schemas.LooseSchema):
-    type: Literal["function"]
+    type: schemas.FunctionType
     name: str
 
 
@@ -94,6 +95,7 @@ class AllowedFunctionsChoice(schemas.LooseSchema):
 
 class Reasoning(schemas.LooseSchema):
     effort: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesRequest(schemas.OpenAIGeneration):
@@ -145,6 +147,10 @@ class OutputMessage(schemas.ApiResponse):
     status: str
     content: list[OutputText]
 
+    @property
+    def part(self) -> OutputText:
+        return self.content[0]
+
 
 class OutputCall(schemas.ApiResponse):
     type: Literal["function_call"] = "function_call"
@@ -156,17 +162,21 @@ class OutputCall(schemas.ApiResponse):
 
 
 class ReasoningText(schemas.ApiResponse):
-    type: Literal["reasoning_text"] = "reasoning_text"
+    type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class OutputReasoning(schemas.ApiResponse):
     type: Literal["reasoning"] = "reasoning"
     id: str
-    summary: list[schemas.JsonObject] = Field(default_factory=list)
-    content: list[ReasoningText]
+    summary: list[ReasoningText] = Field(default_factory=list)
+    content: list[ReasoningText] = Field(default_factory=list)
     encrypted_content: str | None = schemas.omit_if_none()
     status: str
+
+    @property
+    def part(self) -> ReasoningText:
+        return (self.summary or self.content)[0]
 
 
 Output = OutputMessage | OutputCall | OutputReasoning
@@ -226,6 +236,7 @@ class ResponseFormatter(BlockFormatter):
         formatters = create_logprob_formatters(plan)
         self._logprobs = formatters[0] if formatters is not None else None
         self._seals = _INCLUDE_REASONING in (payload.include or ())
+        self._summarizes = payload.reasoning is not None and payload.reasoning.summary is not None
         self._placed: deque[PlacedToken] = deque()
         self._number = -1
         self._items: list[Output] = []
@@ -267,7 +278,7 @@ class ResponseFormatter(BlockFormatter):
     def format_error(self, problem: Problem) -> bytes:
         """Writes response.failed."""
         self._items = [item for item in self._items if item.status != "in_progress"]
-        error = {"code": problem.code or "server_error", "message": problem.message}
+        error = {"code": problem.code if problem.status == 429 else "server_error", "message": problem.message}
         return self._event("response.failed", response=self._build_response(status="failed", error=error))
 
     def _build_response(self, **more: Any) -> ResponseObject:
@@ -297,8 +308,10 @@ class ResponseFormatter(BlockFormatter):
                 content = OutputText(text="", logprobs=[] if self._logprobs is not None else None)
                 return OutputMessage(id=f"msg_{name}", status=state, content=[content])
             case ThinkingPart():
-                sealed, text = _READABLE if self._seals else None, ReasoningText(text="")
-                return OutputReasoning(id=f"rs_{name}", status=state, content=[text], encrypted_content=sealed)
+                text = ReasoningText(type="summary_text" if self._summarizes else "reasoning_text", text="")
+                sealed = _READABLE if self._seals else None
+                item = OutputReasoning(id=f"rs_{name}", status=state, encrypted_content=sealed)
+                return item.model_copy(update={_event_names(text)[0]: [text]})
             case ToolCall():
                 call_id = part.id or f"call_{secrets.token_hex(12)}"
                 return OutputCall(id=f"fc_{name}", call_id=call_id, name=part.name, arguments="", status=state)
@@ -316,11 +329,12 @@ class ResponseFormatter(BlockFormatter):
                 if content.logprobs is not None:
                     content.logprobs += rows
                 return "output_text.delta", {"content_index": 0, "delta": text, "logprobs": rows}
-            case OutputReasoning(content=[content]) as item, ThinkingPart(text=text):
-                content.text += text
+            case OutputReasoning() as item, ThinkingPart(text=text):
+                item.part.text += text
                 if item.encrypted_content is not None:
                     item.encrypted_content += text
-                return "reasoning_text.delta", {"content_index": 0, "delta": text}
+                field, _, kind = _event_names(item.part)
+                return f"{kind}.delta", {f"{field}_index": 0, "delta": text}
             case OutputCall() as call, ToolCall(arguments=arguments):
                 call.arguments = arguments
                 return "function_call_arguments.delta", {"delta": arguments}
@@ -339,8 +353,9 @@ class ResponseFormatter(BlockFormatter):
         added = "response.output_item.added"
         if isinstance(item, OutputCall):
             return self._event(added, output_index=self._at, item=item)
-        before = self._event(added, output_index=self._at, item={**item.model_dump(), "content": []})
-        return before + self._item_event("content_part.added", content_index=0, part=item.content[0])
+        field, kind, _ = _event_names(item.part)
+        before = self._event(added, output_index=self._at, item={**item.model_dump(), field: []})
+        return before + self._item_event(f"{kind}.added", part=item.part, **{f"{field}_index": 0})
 
     def _format_block_delta(self, update: PartUpdate) -> bytes:
         self._add_logprobs(update.chunks)
@@ -353,10 +368,10 @@ class ResponseFormatter(BlockFormatter):
         if isinstance(item, OutputCall):
             done = self._item_event("function_call_arguments.done", name=item.name, arguments=item.arguments)
         else:
-            (content,) = item.content
+            content, (field, part_kind, text_kind) = item.part, _event_names(item.part)
             more = {"logprobs": content.logprobs or []} if isinstance(content, OutputText) else {}
-            done = self._item_event(f"{content.type}.done", content_index=0, text=content.text, **more)
-            done += self._item_event("content_part.done", content_index=0, part=content)
+            done = self._item_event(f"{text_kind}.done", text=content.text, **{f"{field}_index": 0}, **more)
+            done += self._item_event(f"{part_kind}.done", part=content, **{f"{field}_index": 0})
         return done + self._event("response.output_item.done", output_index=self._at, item=item)
 
     def _item_event(self, kind: str, /, **fields: Any) -> bytes:
@@ -366,6 +381,13 @@ class ResponseFormatter(BlockFormatter):
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         self._number += 1
         return typed_event(kind, sequence_number=self._number, **fields)
+
+
+def _event_names(text: OutputText | ReasoningText) -> tuple[str, str, str]:
+    """Returns the field of an item that has this text, and the names of its events as a part and as a text."""
+    if text.type == "summary_text":
+        return "summary", "reasoning_summary_part", "reasoning_summary_text"
+    return "content", "content_part", text.type
 
 
 def _status(choice: ChoiceState) -> str:
@@ -383,7 +405,7 @@ def _select_tools(model: ServedModel, payload: ResponsesRequest) -> Toolbox:
         if tool.type != "function":
             continue  # ignored, with a note
         if not tool.name:
-            raise Refused(f"tools.{place}: the function has no name; expected it next to its type", f"tools.{place}")
+            raise Problem(f"tools.{place}: the function has no name; expected it next to its type", f"tools.{place}")
         functions.append(schemas.Function(**tool.model_dump(exclude={"type"})))
     return select_tools(model, functions, _tool_choice(payload))
 
@@ -401,7 +423,7 @@ def _tool_choice(payload: ResponsesRequest) -> ToolSelection:
 
 def to_conversation(model: ServedModel, payload: ResponsesRequest) -> TemplateInput:
     if payload.top_logprobs and logprobs(payload) is None:
-        raise Refused(f"top_logprobs: not requested; add {_INCLUDE_LOGPROBS} to include", "top_logprobs")
+        raise Problem(f"top_logprobs: not requested; add {_INCLUDE_LOGPROBS} to include", "top_logprobs")
     box = _select_tools(model, payload)
     messages: list[Message] = []
     if payload.instructions:
@@ -430,13 +452,14 @@ def _convert_items(items: list[Item]) -> list[Message]:
                 turn = tool_result(join_text(item.output, f"{where}.output", _TEXT_TYPES), item.call_id or "", None)
             case "reasoning":
                 thought = join_text(item.content, f"{where}.content", _TEXT_TYPES)
-                turn = assistant_message("", [], thought or (item.encrypted_content or "").partition(_READABLE)[2])
+                thought = thought or (item.encrypted_content or "").partition(_READABLE)[2]
+                turn = assistant_message("", [], thought or join_text(item.summary, f"{where}.summary", _TEXT_TYPES))
             case "item_reference":
-                raise Refused(f"{where}: items are not stored; set the client's store to false to send them", where)
+                raise Problem(f"{where}: items are not stored; set the client's store to false to send them", where)
             case "message":
-                raise Refused(f"{where}: the message has no role; expected user, assistant, system or developer", where)
+                raise Problem(f"{where}: the message has no role; expected user, assistant, system or developer", where)
             case other:
-                raise Refused(f"{where}: items of type {other[:40]!r} are not supported", where)
+                raise Problem(f"{where}: items of type {other[:40]!r} are not supported", where)
         if turn["role"] == "assistant":
             add_turn(messages, turn)
         else:
@@ -448,7 +471,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/responses", response_model=None, responses=response_docs(ResponseObject, event_docs()))
-async def respond(payload: ResponsesRequest, request: Request, context: ContextDependency) -> Response:
+async def respond(payload: ResponsesRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Generates a response to an input."""
     source, most = to_conversation(context.model, payload), payload.max_output_tokens
     form = parse_output_format((payload.text or {}).get("format"), "text.format", may_be_loose=True)
@@ -459,6 +482,6 @@ async def respond(payload: ResponsesRequest, request: Request, context: ContextD
 
 
 @router.post("/responses/input_tokens", response_model=None, responses=response_docs(InputTokens))
-async def count(payload: ResponsesRequest, context: ContextDependency) -> Response:
+async def count(payload: ResponsesRequest, context: ContextDependency) -> InputTokens:
     """Counts the tokens of an input."""
-    return json_response(InputTokens(input_tokens=await context.count_tokens(to_conversation(context.model, payload))))
+    return InputTokens(input_tokens=await context.count_tokens(to_conversation(context.model, payload)))

@@ -21,9 +21,9 @@ from outrider.server.endpoints.chat import ChatMessage, ConversationRequest, to_
 from outrider.server.endpoints.json_route import JsonRoute, error_docs, response_docs
 from outrider.server.model.served import ServedModel
 from outrider.server.model.tool_format import FALLBACK_NOTE
-from outrider.server.problems import Refused
+from outrider.server.problems import Problem
 from outrider.server.schemas import MAX_TOKENS, ApiRequest, ApiResponse, bounded, omit_if_none
-from outrider.server.server_context import ContextDependency, ServerContext, json_response
+from outrider.server.server_context import ContextDependency, ServerContext
 
 
 class TokenizeRequest(ConversationRequest):
@@ -160,33 +160,33 @@ text_router = APIRouter(route_class=JsonRoute)
 
 
 @text_router.post("/tokenize", response_model=None, responses=response_docs(TokenizeResponse))
-async def tokenize(payload: TokenizeRequest, context: ContextDependency) -> Response:
+async def tokenize(payload: TokenizeRequest, context: ContextDependency) -> TokenizeResponse:
     """Tokenizes a text or a conversation."""
-    return json_response(await asyncio.to_thread(_tokenize, payload, context.model))
+    return await asyncio.to_thread(_tokenize, payload, context.model)
 
 
 @text_router.post("/apply-template", response_model=None, responses=response_docs(TemplateResponse))
-async def apply(payload: TemplateRequest, context: ContextDependency) -> Response:
+async def apply(payload: TemplateRequest, context: ContextDependency) -> TemplateResponse:
     """Applies the chat template to a conversation."""
     prompt = await asyncio.to_thread(context.model.tokenize_conversation, to_conversation(context.model, payload))
-    return json_response(TemplateResponse(prompt=context.model.codec.decode(prompt.tokens)))
+    return TemplateResponse(prompt=context.model.codec.decode(prompt.tokens))
 
 
 @text_router.post("/detokenize", response_model=None, responses=response_docs(DetokenizeResponse))
-async def detokenize(payload: DetokenizeRequest, context: ContextDependency) -> Response:
+async def detokenize(payload: DetokenizeRequest, context: ContextDependency) -> DetokenizeResponse:
     """Decodes tokens; special tokens are spelled out."""
     size = context.model.codec.tokenizer.get_vocab_size(with_added_tokens=True)
     wrong = next((token for token in payload.tokens if not 0 <= token < size), None)
     if wrong is not None:
-        raise Refused(f"tokens: {wrong} is not a token id; expected ids from 0 to {size - 1}", "tokens")
+        raise Problem(f"tokens: {wrong} is not a token id; expected ids from 0 to {size - 1}", "tokens")
     text = await asyncio.to_thread(context.model.codec.decode, tuple(payload.tokens))
-    return json_response(DetokenizeResponse(content=text, prompt=text))
+    return DetokenizeResponse(content=text, prompt=text)
 
 
 def _tokenize(payload: TokenizeRequest, model: ServedModel) -> TokenizeResponse:
     given = [one for one in (payload.content, payload.prompt, payload.messages) if one is not None]
     if len(given) != 1:
-        raise Refused("expected exactly one of content, prompt and messages")
+        raise Problem("expected exactly one of content, prompt and messages")
     if payload.messages is not None:
         tokens = list(model.tokenize_conversation(to_conversation(model, payload)).tokens)
     else:
@@ -228,7 +228,7 @@ async def model(name: str, context: ContextDependency) -> Model:
 @models_router.post("/embeddings", include_in_schema=False)
 async def embeddings(context: ContextDependency) -> Response:
     """Rejects embeddings, which frameworks request along with chat completions."""
-    raise Refused(
+    raise Problem(
         f"embeddings are not supported: {context.model.id} generates text; use the base URL of another server for them",
         status=404,
     )
@@ -237,7 +237,7 @@ async def embeddings(context: ContextDependency) -> Response:
 @models_router.api_route("/responses/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
 async def stored_response(name: str) -> Response:
     """Rejects what needs an earlier response, such as reading or cancelling it, and compaction."""
-    raise Refused("responses are not stored or compacted; send the whole input to /v1/responses", status=404)
+    raise Problem("responses are not stored or compacted; send the whole input to /v1/responses", status=404)
 
 
 def _describe_model(context: ServerContext, name: str) -> Model:

@@ -227,7 +227,7 @@ def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fall
     tools = tool_format(tool_template, vocabulary, named) if template is not None else None
     worded = template is not None and tools is None and tool_fallback
     return ServedModel(
-        names=names or ((path.resolve().name, name) if path.exists() else (name,)),
+        names=names or ((path.resolve().name, name.rstrip("/")) if path.exists() else (name,)),
         codec=codec,
         vocabulary=get_vocabulary(codec.tokenizer),
         template=template,

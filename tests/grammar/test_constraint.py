@@ -196,6 +196,12 @@ AS_TEXT = r'{"grammars": [{"lark_grammar": "start: %json {\"m\\u0075ltipleO\u006
         ("llguidance", AS_TEXT, "multipleOf is too large"),
         ("json_schema", '{"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}', "multipleOf is too large"),
         ("llguidance", '{"grammars": []}', "empty"),
+        ("regex", "a?" * 1001, "regular expression has too many optional parts; expected at most 1000"),
+        ("regex", ".{0,50}" * 1001, "too many optional parts"),
+        ("regex", "(|a)" * 501 + "(b|)" * 500, "too many optional parts"),
+        ("json_schema", '{"type": "string", "pattern": "' + "a?" * 1001 + '"}', "too many optional parts"),
+        ("json_schema", '{"patternProperties": {"' + "a*" * 1001 + '": {}}}', "too many optional parts"),
+        ("grammar", "start: /" + "a?" * 1001 + "/", "too many optional parts"),
     ],
 )
 def test_grammar_that_cannot_be_compiled_is_refused_with_a_reason(kind: str, text: str, words: str) -> None:
@@ -214,11 +220,19 @@ def test_grammar_that_cannot_be_compiled_is_refused_with_a_reason(kind: str, tex
         ("grammar", "start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(4000)) + 'a4000: "x"'),
         ("json_schema", '{"type": "integer", "multipleOf": 1048576}'),
         ("json_schema", '{"type": "number", "multipleOf": 0.05}'),
+        ("regex", r"(?:a|\?)" * 1001),
+        ("json_schema", '{"type": "string", "pattern": "^(' + r"\\?|" * 2000 + 'a)$"}'),
+        ("grammar", "start: " + 'w "b"? ' * 1000 + "\nw: /a+/"),
     ],
 )
 def test_valid_grammar_is_accepted(kind: str, text: str) -> None:
     check_grammar(Grammar(kind, text))
     assert unpack_mask(constraint(Grammar(kind, text)).allowed([[]])[0])
+
+
+def test_escapes_are_searched_from_the_beginning_of_a_run_of_backslashes() -> None:
+    """From each of its characters, 32,000 would take four seconds."""
+    assert compiler._ESCAPED_ASCII.match(r"\\u0041") and not compiler._ESCAPED_ASCII.match(r"\\u0041", 1)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_cpu_quota_is_the_smallest_limit_of_control_groups(
 
 
 def test_limit_below_one_context_is_refused_with_the_numbers():
-    words = "kv_memory is 0.0 MB, and one text of 1024 tokens, the context of m, takes 30.7 MB in all workers"
+    words = "kv_memory is 1.0 KB, and one text of 1024 tokens, the context of m, takes 30.7 MB in all workers"
     assert KVBudget(1000, KvCost(0, 30_000)).explain_shortage(1024, "m").startswith(words)
     assert not KVBudget(30_720_000, KvCost(0, 30_000)).explain_shortage(1024, "m")
 
@@ -125,20 +125,20 @@ def test_oversized_prompt_is_refused_and_oversized_output_is_cut(server, codec):
     server.queues.events.put(WorkersChanged(WORKERS, kv_budget=budget))
     while server.admission.kv_budget == KVBudget():
         server.client().stats()
-    with pytest.raises(InvalidRequest, match=r"too long: 20 tokens > 19 maximum; .* in the 0\.0 MB of"):
+    with pytest.raises(InvalidRequest, match=r"too long: 20 tokens > 19 maximum; .* in the 1\.8 KB of"):
         server.client().generate([5] * 20)
     with RawClient(server.endpoint) as client:
         client.send(Generate("a", "x", None, SamplingParams(max_tokens=300)))
         (admit,) = server.core.wait_for(Admit)
     assert len(admit.tokens) + admit.sampling.max_tokens == 20
     notes = server.admission.accept(ask("b", max_tokens=300), "r9").notes
-    assert any("kv_memory (0.0 MB) would be full" in note for note in notes)
+    assert any("kv_memory (1.8 KB) would be full" in note for note in notes)
 
 
 def test_cluster_without_room_for_one_context_does_not_start(make_server):
     server = make_server(kv_memory=20_000).start(ready=False)
     server.queues.events.put(WorkersChanged(WORKERS, kv_budget=kv_budget(20_000, WORKERS, 0)))
-    with pytest.raises(WorkerError, match=r"kv_memory is 0\.0 MB"):
+    with pytest.raises(WorkerError, match=r"kv_memory is 20\.0 KB"):
         server.client().generate("x")
     assert [event.kind for event in server.announced if isinstance(event, Failure)] == ["InvalidRequest"]
 

@@ -30,6 +30,19 @@ def test_json_log_line_has_its_message_and_only_known_fields() -> None:
     assert found["pid"] == os.getpid() and "password" not in found and "status" not in found
 
 
+def test_text_log_line_escapes_what_can_not_be_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """A client names its requests, and could write lines into the log or clear a terminal."""
+    program = (
+        "import logging; from outrider.protocol import process; process.configure_logging('info', 'text', 'server')\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: logging.exception('refused %s', 'a\\n2026 server INFO \\x1b[2Jé')"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=200, check=True)
+    line, *trace = capfd.readouterr().err.splitlines()
+    assert line.endswith(r"server ERROR refused a\n2026 server INFO \x1b[2Jé"), line
+    assert trace[0].startswith("Traceback") and trace[-1].startswith("ZeroDivisionError")
+
+
 def test_log_line_without_a_request_gets_the_current_request() -> None:
     token = current_request.set("req_1")
     try:

@@ -43,6 +43,7 @@ OPENAI_PATHS = {CHAT: CHAT_BODY, TEXT: {"prompt": "x"}, RESPOND: {"input": "x"}}
 PATHS = {**OPENAI_PATHS, CLAUDE: {**CHAT_BODY, "max_tokens": 5}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
+NOT_SUPPORTED = "is not supported; leave it out, or describe"
 Ask = Callable[..., httpx.Response]
 
 
@@ -245,8 +246,13 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'text' has no text"),
         (CHAT, {**CHAT_BODY, "tool_choice": "required"}, "requires a call, but there are no tools"),
         (CHAT, {**CHAT_BODY, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "'g'"),
-        (CHAT, {**CHAT_BODY, "tools": [{"type": "web_search"}]}, "only function tools"),
-        (CHAT, {**CHAT_BODY, "tools": [{"type": "function", "name": "f"}]}, "expected type and function"),
+        (CHAT, {**CHAT_BODY, "tools": [{"type": "web_search"}]}, f"tools.0.type: 'web_search' {NOT_SUPPORTED}"),
+        (CHAT, {**CHAT_BODY, "tools": [{"type": "function", "name": "f"}]}, "tools.0.function: Field required"),
+        (
+            CHAT,
+            {**CHAT_BODY, "tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "x"}}},
+            f"tool_choice.type: 'custom' {NOT_SUPPORTED}",
+        ),
         (CHAT, {**CHAT_BODY, "max_tokens": 5, "max_completion_tokens": 6}, "expected one of them"),
         (CHAT, {**CHAT_BODY, "top_logprobs": 2}, "needs logprobs: true"),
         (CHAT, {**CHAT_BODY, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -277,11 +283,26 @@ def test_invalid_field_is_refused_by_chat_and_completions(
         (RESPOND, {"input": [{"type": "reasoning", "content": []}]}, "there is no message to answer"),
         (RESPOND, {"input": "x", "tools": [TOOL]}, "tools.0: the function has no name; expected it next to its type"),
         (RESPOND, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "set the client's store to false"),
+        (
+            RESPOND,
+            {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            f"tool_choice.type: 'web_search' {NOT_SUPPORTED}",
+        ),
+        (
+            RESPOND,
+            {"input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
+            f"tool_choice.tools.0.type: 'mcp' {NOT_SUPPORTED}",
+        ),
         (CLAUDE, CHAT_BODY, "max_tokens"),
         (
             CLAUDE,
             {**CHAT_BODY, "max_tokens": 5, "tools": [{"type": "bash_20250124", "name": "bash"}]},
-            "tools: bash_20250124 has no schema here; expected tools with an input_schema",
+            f"tools: 'bash_20250124' {NOT_SUPPORTED}",
+        ),
+        (
+            CLAUDE,
+            {**CHAT_BODY, "max_tokens": 5, "tools": [{"type": "mcp_toolset", "mcp_server_name": "m"}]},
+            f"tools: 'mcp_toolset' {NOT_SUPPORTED}",
         ),
         (
             CLAUDE,
@@ -515,6 +536,16 @@ def test_the_version_is_returned(ask: Ask) -> None:
     assert ask("/version", "GET").json() == {"version": __version__}
 
 
+def test_a_slash_at_the_end_of_a_path_is_ignored(ask: Ask, chatty: ServedModel) -> None:
+    """A redirection would name http behind a proxy that ends TLS, and the client would send key and body again."""
+    for base in ("", "/v1"):
+        assert ask(f"{base}/models/", "GET").json() == ask("/v1/models", "GET").json()
+    for path in (*PATHS, "/tokenize", "/metrics", "/docs", "/page"):
+        for method in ("GET", "POST"):
+            assert ask(f"{path}/", method, json={}).status_code == ask(path, method, json={}).status_code != 307
+    assert make_ask(replace(chatty, names=("models/chatty",)))("/v1/models/models/chatty/", "GET").status_code == 200
+
+
 def test_model_entry_satisfies_openai_and_anthropic_clients(ask: Ask) -> None:
     import anthropic.types
     import openai.types
@@ -720,7 +751,10 @@ def test_cors_allows_only_configured_origins(chatty: ServedModel) -> None:
     origin = {"origin": "https://page.example"}
     assert "access-control-allow-origin" not in make_ask(chatty)("/health", "GET", headers=origin).headers
     named = make_ask(chatty, cors_origins=("https://page.example",), api_keys=("k",))
-    assert named("/health", "GET", headers=origin).headers["access-control-allow-origin"] == "https://page.example"
+    answer = named("/health", "GET", headers=origin)
+    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    readable = answer.headers["access-control-expose-headers"].split(", ")  # what the clients of both APIs look for
+    assert {*readable} == {"x-request-id", "request-id", "retry-after", "x-should-retry"}
     before = {**origin, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     assert named(CHAT, "OPTIONS", headers=before).status_code == 200
     local = named(CHAT, "OPTIONS", headers={**before, "access-control-request-private-network": "true"})

@@ -23,7 +23,7 @@ from outrider.server.answers.choices import Splitter, TextPart, ThinkingPart
 from outrider.server.mapping import OutputFormat, build_answer_grammar, to_openai_tool
 from outrider.server.model.served import ThinkingMode, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, find_thinking_tags, tool_format
-from outrider.server.problems import Refused
+from outrider.server.problems import Problem
 from outrider.server.schemas import Function
 
 END = "<|end|>"
@@ -284,7 +284,7 @@ def test_format_follows_the_mark_of_the_answer(tmp_path: Path, monkeypatch: pyte
 )
 def test_unsatisfiable_tool_schema_error_names_the_tool(tmp_path: Path, parameters: dict[str, Any], words: str) -> None:
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
-    with pytest.raises(Refused, match=words) as refused:
+    with pytest.raises(Problem, match=words) as refused:
         build_answer_grammar(
             model.served, TokenizedPrompt(()), Toolbox((function("f", None, parameters),), required=True), None
         )
@@ -309,7 +309,7 @@ def test_a_schema_of_wrong_types_is_refused_or_ignored(tmp_path: Path, name: str
     schemas = [{"type": "object", "properties": {"x": inner}} for inner in of_argument]
     for schema in (*schemas, {"type": None}, {"type": "objects"}, {"properties": None}, {"x-guidance": 5}):
         box = Toolbox((function("f", None, schema),), required=True)
-        with suppress(Refused):
+        with suppress(Problem):
             build_answer_grammar(model.served, TokenizedPrompt(()), box, None)
 
 
@@ -318,7 +318,7 @@ def test_a_strict_tool_enforces_its_whole_schema(tmp_path: Path) -> None:
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     tools = (function("f", None, {"type": "object", "properties": {"x": {"type": "string", "format": "odd"}}}),)
     assert build_answer_grammar(model.served, TokenizedPrompt(()), Toolbox(tools, required=True), None) is not None
-    with pytest.raises(Refused, match=r"f: .*odd"):
+    with pytest.raises(Problem, match=r"f: .*odd"):
         build_answer_grammar(
             model.served, TokenizedPrompt(()), Toolbox(tools, required=True, strict=frozenset(["f"])), None
         )

@@ -46,7 +46,7 @@ MODEL: Any = SimpleNamespace(id="m", codec=load_codec(find_model(str(TINY_TARGET
 CHOICE = ChoiceState(0, TokenizedPrompt(()), SamplingParams(), Splitter())
 PLAN = AnswerPlan(MODEL, 5, [CHOICE])
 APIS: dict[str, AnswerFormatter] = {
-    "chat": chat.ChatFormatter(PLAN, False),
+    "chat": chat.ChatFormatter(PLAN, chat.ChatRequest.model_validate({"messages": [{"role": "user"}]})),
     "completions": completions.TextCompletionFormatter(PLAN, completions.CompletionRequest(prompt="x"), [""]),
 }
 

@@ -11,7 +11,7 @@ from msgspec import structs, to_builtins
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.answers.choices import UNFINISHED, ChoiceState, Splitter
-from outrider.server.answers.usage import sum_timings
+from outrider.server.answers.usage import build_statistics
 from outrider.server.model.served import TokenizedPrompt
 
 
@@ -20,7 +20,7 @@ def test_timings_are_serialized_as_json_without_per_round_values() -> None:
     full: dict[str, Any] = {**named, "prompt_n": 8, "prompt_ms": 4.0, "turnaround_ms": (1.0, 2.0)}
     choice = ChoiceState(0, TokenizedPrompt(()), SamplingParams(), Splitter())
     choice.result = replace(UNFINISHED, timings=Timings(**full))
-    serialized = json.loads(json.dumps(sum_timings([choice])))
+    serialized = json.loads(json.dumps(build_statistics([choice])["timings"]))
     assert named and serialized.pop("prompt_per_second") == 2000.0
     known = json.loads(json.dumps(to_builtins(structs.asdict(Timings(**full)))))
     assert known.pop("turnaround_ms") and serialized == known

@@ -18,7 +18,7 @@ from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.server.mapping import ToolSelection, select_tools
 from outrider.server.model.served import ServedModel, TemplateInput, ThinkingMode, Toolbox, load_served_model
 from outrider.server.model.tool_format import SpanTags, find_thinking_tags, join_turns, tools_as_text
-from outrider.server.problems import Refused
+from outrider.server.problems import Problem
 from outrider.server.schemas import Function
 from tests.harness.scripted_model import ANSWER, PLAIN, text_of
 from tests.server.running_server import RunningServer, serving
@@ -246,7 +246,7 @@ def test_mistral_templates_receive_ids_of_nine_characters(scripted: Path, tmp_pa
 def test_tools_are_refused_when_the_fallback_is_disabled(bare: Path) -> None:
     off = load_served_model("bare", bare, ("bare",), tool_fallback=False)
     assert off.tools is None and not off.tools_as_text
-    with pytest.raises(Refused, match="leave tools out"):
+    with pytest.raises(Problem, match="leave tools out"):
         select_tools(off, [Function(**TOOL["function"])], ToolSelection())
 
 

@@ -117,6 +117,15 @@ def _(at: Servers) -> None:
 
 @cases.add(OPENAI)
 def _(at: Servers) -> None:
+    """With reasoning.summary the reasoning is a summary, whole and as events."""
+    asked = {"input": "hi", "chat_template_kwargs": THINKS, "reasoning": {"summary": "detailed"}}
+    item = at.chat.json(RESPONSES, **asked)["output"][0]
+    deltas = [e["delta"] for e in at.chat.stream(RESPONSES, **asked) if "reasoning_summary_text.delta" in e["type"]]
+    equal(item["summary"], [{"type": "summary_text", "text": "".join(deltas)}], "the summary")
+
+
+@cases.add(OPENAI)
+def _(at: Servers) -> None:
     """reasoning.encrypted_content returns reasoning that a client may send back without its text."""
     asked = {"input": "hi", "chat_template_kwargs": THINKS, "include": ["reasoning.encrypted_content"]}
     item = at.chat.json(RESPONSES, **asked)["output"][0]
