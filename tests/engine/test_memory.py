@@ -67,6 +67,7 @@ def test_short_texts_next_to_a_long_one_take_no_memory_for_its_length() -> None:
     cache, like = FlatCache(FlatAttentionMetadata()), mx.zeros((1, 2, 1, 64))
     for buffer in cache.on_host(1, 2**15, like):
         buffer[0] = 1
+    release_memory()
     before = resident()
     keys, values = cache.on_host(8, 2**15, like)
     release_memory()
@@ -79,13 +80,14 @@ def test_short_text_that_moves_to_the_row_of_a_long_one_returns_its_memory(loade
     kv_cache = open_kv_cache(loaded("llama", num_key_value_heads=4, head_dim=128))
     long, short = kv_cache.open(), kv_cache.open()
     kv_cache.forward([Feed(short, [5] * 20, 0)])
+    release_memory()
     before, part = resident(), mx.ones((1, 4, 2**13, 128))
     kv_cache.extend(long, ((part, part),) * 3, 2**13)
     kv_cache.forward([Feed(long, [5], 1)])
     size = 6 * part.nbytes
     del part
     release_memory()
-    assert size < resident() - before < size * 3 // 2
+    assert size // 2 < resident() - before < size * 3 // 2
     kv_cache.close(long)
     assert resident() - before < size // 4
     assert short.row == 0 and np.array(kv_cache.save(short, 20).layers[0][0]).all()
