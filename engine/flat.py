@@ -45,7 +45,6 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 _PATCHED_FUNCTION = "scaled_dot_product_attention"
-_MIN_RELEASE_BYTES = 2**18  # a closed text's row of keys must be this large to be worth a system call
 
 LayerKVs = tuple[tuple[mx.array, mx.array], ...]
 
@@ -202,11 +201,8 @@ class FlatAttentionMetadata:
         short = sum(not p.long for p in segments)
         parts = [slice(short), *(slice(n, n + 1) for n in range(short, len(segments)))]
         self.groups = [SegmentGroup(segments[part], begins[part]) for part in parts if segments[part]]
-        columns = [np.arange(p.start, p.end) for p in segments]
-        self.columns = mx.array(np.concatenate(columns).astype(np.int32))
-        self.offset = self.columns
-        if any(isinstance(p, NodeSegment) for p in segments):
-            self.offset = mx.array(np.concatenate([p.positions for p in segments]))
+        self.columns = mx.array(np.concatenate([np.arange(p.start, p.end, dtype=np.int32) for p in segments]))
+        self.offset = mx.array(np.concatenate([p.positions for p in segments]))
         self.rows = mx.array(np.repeat([p.row for p in segments], [p.count for p in segments]).astype(np.int32))
 
     def mask(self, only_segment: Segment, of: WindowMask, return_array: bool) -> mx.array | None:
@@ -256,9 +252,13 @@ class FlatCache:
 
         For a single text returns all its keys and values, as `KVCache` does. For several, `attend` reads the buffers.
         """
-        self._host = None
-        self.keys, self.values = self._write_columns(self.keys, keys), self._write_columns(self.values, values)
-        return (keys, values) if self._frame.only_segment is None else self.keys_and_values()
+        self._host, frame = None, self._frame
+        for buffer, new in zip(self._reserve(*frame.needed_size, keys, values), (keys, values), strict=True):
+            if frame.only_segment is not None:
+                buffer[frame.only_segment.row, :, frame.columns] = new[0]
+            else:
+                buffer[frame.rows, :, frame.columns] = new[0].swapaxes(0, 1)
+        return (keys, values) if frame.only_segment is None else self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Returns those of a single text, also for layers that share them. Raises AttributeError for several texts."""
@@ -285,22 +285,19 @@ class FlatCache:
         host = self._host
         if host is None or rows > host[0].shape[0] or columns + self._early > host[0].shape[2]:
             self._host = host = None
-            self.keys = ensure_capacity(self.keys, rows, columns, like, self._early)
-            self.values = ensure_capacity(self.values, rows, columns, like, self._early)
-            mx.eval(self.keys, self.values)
-            self._host = host = np.array(self.keys, copy=False), np.array(self.values, copy=False)
+            keys, values = self._reserve(rows, columns, like, like)
+            mx.eval(keys, values)
+            self._host = host = np.array(keys, copy=False), np.array(values, copy=False)
             self.views = next(_view_numbers)
+            for buffer in host:
+                _release_zeros(buffer)
         return host
 
-    def _write_columns(self, buffer: mx.array | None, new: mx.array) -> mx.array:
-        frame = self._frame
-        buffer = ensure_capacity(buffer, *frame.needed_size, new, self._early)
-        if len(frame.segments) == 1:
-            row = frame.segments[0].row
-            buffer[row : row + 1, :, frame.columns] = new
-        else:
-            buffer[frame.rows, :, frame.columns] = new[0].swapaxes(0, 1)
-        return buffer
+    def _reserve(self, rows: int, columns: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Returns the buffers, grown to this size if needed, for such keys and values."""
+        self.keys = ensure_capacity(self.keys, rows, columns, keys, self._early)
+        self.values = ensure_capacity(self.values, rows, columns, values, self._early)
+        return self.keys, self.values
 
     def move(self, source: int, target: int, columns: int) -> None:
         """Copies the first columns of a row to another row."""
@@ -308,31 +305,25 @@ class FlatCache:
             if buffer is not None and source < buffer.shape[0] and columns:
                 buffer[target : target + 1, :, :columns] = buffer[source : source + 1, :, :columns]
 
-    def release(self, row: int) -> None:
-        """Returns the memory of an unused row to the system, if the row is large and numpy views are in use."""
+    def release(self, row: int, start: int = 0) -> None:
+        """Returns the memory of a row's unused columns, from `start` on, if numpy views are in use."""
         for host in self._host or ():
-            if row < len(host) and host[row].nbytes >= _MIN_RELEASE_BYTES:
-                release_pages(host[row])
+            for head in host[row : row + 1].reshape(-1, *host.shape[2:]):
+                release_pages(head[start:])
 
     def gather(self, row: int, start: int, columns: Ints) -> None:
         """Moves column `columns[i]` (ascending) of a row to its column `start` + i."""
-        end = start + len(columns)
-        if self._host is not None:
-            for host in self._host:
-                host[row, :, start:end] = host[row][:, columns]
-            return
-        source = mx.array(columns)
-        for buffer in (self.keys, self.values):
+        source: Any = columns if self._host is not None else mx.array(columns)
+        for buffer in self._host or (self.keys, self.values):
             if buffer is not None:
-                buffer[row : row + 1, :, start:end] = mx.take(buffer[row : row + 1], source, axis=2)
+                buffer[row, :, start : start + len(columns)] = buffer[row][:, source]
 
     def adopt(self, row: int, keys: mx.array, values: mx.array, start: int = 0) -> None:
-        """Writes a row's columns from `start` on."""
-        self._host = None
-        end = start + keys.shape[2]
-        self.keys = ensure_capacity(self.keys, row + 1, end, keys)
-        self.values = ensure_capacity(self.values, row + 1, end, values)
-        self.keys[row : row + 1, :, start:end], self.values[row : row + 1, :, start:end] = keys, values
+        """Writes a row's columns from `start` on, by numpy if its views are in use."""
+        size = row + 1, start + keys.shape[2]
+        buffers: Any = self._reserve(*size, keys, values) if self._host is None else self.on_host(*size, keys)
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            buffer[row, :, start : size[1]] = new[0]
 
     def copy_columns(self, length: int, row: int = 0, start: int = 0) -> tuple[mx.array, mx.array]:
         """Returns copies of a row's columns [start, length): [1, H, length - start, D] each.
@@ -351,6 +342,13 @@ class FlatCache:
     def clear(self) -> None:
         """Frees the buffers."""
         self.keys = self.values = self._host = None
+
+
+def _release_zeros(buffer: Floats) -> None:
+    """Returns the memory of the zeros at the end of each head's columns, which are zeros again when they are read."""
+    for words in buffer.view(np.uint32).reshape(buffer.shape[0] * buffer.shape[1], -1):
+        from_end = words[::-1] != 0
+        release_pages(words[len(words) - int(from_end.argmax()) if from_end.any() else 0 :])
 
 
 def patch_attention(model: nn.Module) -> None:
@@ -461,6 +459,7 @@ class FlatRows:
         if last is not sequence:
             for cache in self._layers:
                 cache.move(last.row, sequence.row, last.length)
+                cache.release(sequence.row, last.length)
             last.row = sequence.row
             self._sequences[sequence.row] = last
         sequence.row = -1

@@ -75,12 +75,14 @@ class NewRows:
 class KVRows:
     """A tree's columns. A forward writes the columns from `start` on and, if `lazy`, never waits.
 
-    `has_extra_state`: there is state besides the columns, so only all columns can be saved together. By default the
-    methods do nothing, and `save` returns an empty prefix.
+    `has_extra_state`: there is state besides the columns, so only all columns can be saved together.
+    `max_unused_columns`: so many are not worth a gather. By default the methods do nothing, and `save` returns an empty
+    prefix.
     """
 
     lazy = True
     has_extra_state = False
+    max_unused_columns = 8
 
     def prefill(self, tokens: Sequence[int], start: int = 0) -> int:
         """Feeds a piece of `tokens` as columns from `start` on, evaluated. Returns how many it has fed."""
@@ -284,6 +286,7 @@ class RecurrentKVRows(DenseKVRows):
     """`KVRows` of a model with recurrent layers. Each tree puts its own state into the caches."""
 
     has_extra_state = True
+    max_unused_columns = -1  # each has a state, which a gather frees, also of committed tokens
     rows: _BatchRows
 
     def __init__(self, model: LoadedModel) -> None:

@@ -355,8 +355,7 @@ def find_tree_form(model: LoadedModel) -> TreeForm:
     forms: list[TreeForm] = [JointKVRows, DenseKVRows, RecurrentKVRows] if model.attention_only else [RecurrentKVRows]
     reason = ""
     for form in forms:
-        reason = _find_tree_fault(model, "a tree of it", form)
-        if not reason:
+        if not (reason := _find_tree_fault(model, "a tree of it", form)):
             return form
     raise CannotDraft(f"a {model.model_type} model can't be a draft model ({reason}); choose another")
 

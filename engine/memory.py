@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _KV_BUDGET_BYTES = 2 * 2**30
 _MARGIN_BYTES = 2**29
 _CACHE_LIMIT_BYTES = 2**30
+_MIN_RELEASE_BYTES = 2**15  # an array must be this large to be worth a system call
 
 # Free memory is returned after this many ended texts: while no text is running, and in any case.
 _MAX_ENDED_TEXTS_IDLE, _MAX_ENDED_TEXTS = 16, 64
@@ -38,11 +39,11 @@ def release_memory() -> None:
 
 
 def release_pages(array: np.ndarray[Any, Any]) -> None:
-    """Returns the memory of a contiguous array to the system; its values are lost. Linux only.
+    """Returns the memory of a contiguous array to the system, unless it is small; its values are lost. Linux only.
 
     The array stays valid, and takes memory again where it is written. Pages that it shares with other data stay.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or array.nbytes < _MIN_RELEASE_BYTES:
         return
     begin = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (array.ctypes.data + array.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -41,7 +41,7 @@ class ResidualSampler(Sampler):
     """A target's sampler: the argmax of its scores is a draw from p; `accepted` and `resample` verify chains."""
 
     def __init__(self, params: SamplingParams, vocab_size: int, constraint: Constraint | None = None) -> None:
-        super().__init__(params, vocab_size, constraint=constraint)
+        super().__init__(params, vocab_size, normalised=False, constraint=constraint)
         seed = params.seed or 0
         self._noise_seed = derive_seed(seed, Purpose.RESAMPLE)
         self._accept_seed = derive_seed(seed, Purpose.ACCEPT)
@@ -52,10 +52,7 @@ class ResidualSampler(Sampler):
 
     def log_p(self, logits: mx.array, histories: Sequence[History] | None = None) -> Floats:
         """Returns the target's own log-probabilities, warped and normalised, [R, V]. Waits."""
-        if self.filters:
-            warped = self.filtered(self.penalise(logits, histories))
-        else:
-            warped = self.penalise(logits, histories) * (1.0 / self.params.temp)
+        warped = self.filtered(self.penalise(logits, histories))
         if mx.default_device().type == mx.cpu:  # numpy is ten times faster there
             return _log_softmax(np.array(warped, copy=False))
         return np.array(warped - mx.logsumexp(warped, axis=-1, keepdims=True), copy=False)

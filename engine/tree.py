@@ -30,7 +30,6 @@ from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
 
 _INITIAL_WINDOW_COLUMNS = 256  # the window's initial columns
 NO_PARENT = -1  # the parent of a root that was read with the text
-_MAX_UNUSED_COLUMNS = 8  # unused columns that are not worth a gather
 
 
 class TreeLayout:
@@ -411,7 +410,7 @@ class Tree:
         self._nodes = dict(sorted(kept.items()))
         pending = [node for key, node in self._nodes.items() if key != self.root]
         dead = self._layout.end - self._layout.prefix - len(self._recent) - len(pending)
-        if dead <= _MAX_UNUSED_COLUMNS and len(self._recent) < _INITIAL_WINDOW_COLUMNS:
+        if dead <= self.kv_rows.max_unused_columns and len(self._recent) < _INITIAL_WINDOW_COLUMNS:
             return
         prefix = self._layout.prefix
         self.kv_rows.keep(prefix, self._layout.compact(self._recent, [node.column for node in pending]))

@@ -289,13 +289,9 @@ def begin_forward(
     starts = [chunk.slot.fed for chunk in chunks]
     kv_cache = parts[0].slot.kv_cache
     logits = kv_cache.forward(feeds)
-    own, read = logits, None
-    if any(chunk.num_logits for chunk in chunks):
-        first = sum(feed.num_logits for feed in feeds[: len(inputs)])
-        own, read = logits[:first], logits[first:]
-    forward = BatchForward(kv_cache, inputs, own, positions, sum(feed.count for feed in feeds), hidden)
-    if read is not None:
-        forward.add_prompt_logprobs(chunks, starts, read)
+    first = sum(feed.num_logits for feed in feeds[: len(inputs)])
+    forward = BatchForward(kv_cache, inputs, logits[:first], positions, sum(feed.count for feed in feeds), hidden)
+    forward.add_prompt_logprobs(chunks, starts, logits[first:])
     for chunk, start, rows in zip(chunks, starts, hidden[len(inputs) :], strict=True):
         if chunk.slot.listener is not None and rows is not None:
             chunk.slot.listener(start, rows)

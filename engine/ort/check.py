@@ -65,15 +65,19 @@ def open_forward(model: nn.Module, config: Mapping[str, Any], folder: Path) -> O
     try:
         with wrap_model_errors("ONNX Runtime's forwards", logging.INFO):
             decoder, cached = DecoderLayers.of(model, model_type), CachedGraph.of(folder)
-            first_token = _first_token(config, folder)
+
+            def check(forward: OrtForward) -> None:
+                first_token = _first_token(config, folder)
+                check_logits(forward, lambda tokens: model(mx.array(tokens[None]))[0], first_token=first_token)
+
             if rounds_per_token(cached):
                 try:
-                    return _open_checked(model, decoder, cached, first_token, per_token=True)
+                    return _open_checked(decoder, cached, check, per_token=True)
                 except ModelError as error:
                     log.info("activations are rounded in groups, not per token: %s", first_line(error))
                     if cached is not None:
                         cached.remove()
-            return _open_checked(model, decoder, cached, first_token)
+            return _open_checked(decoder, cached, check)
     except ModelError as error:
         if isinstance(error.__cause__, MemoryError) or "bad_alloc" in str(error):
             raise ModelError(f"{folder} does not fit in memory ({first_line(error)}); choose another model") from error
@@ -88,14 +92,14 @@ def _first_token(config: Mapping[str, Any], folder: Path) -> int:
 
 
 def _open_checked(
-    model: nn.Module, decoder: DecoderLayers, cached: CachedGraph | None, first_token: int, per_token: bool = False
+    decoder: DecoderLayers, cached: CachedGraph | None, check: Callable[[OrtForward], None], per_token: bool = False
 ) -> OrtForward:
-    """Opens a model's forwards, and checks them unless that was done before. Raises ModelError as `check_logits`."""
+    """Opens a model's forwards, and runs `check` unless that was done before. Raises ModelError as `check_logits`."""
     forward = OrtForward(decoder, cached, per_token)
     if forward.cached is not None and (min_rows := forward.cached.min_rows) is not None:
         forward.min_rows = min_rows
         return forward
-    check_logits(forward, lambda tokens: model(mx.array(tokens[None]))[0], first_token=first_token)
+    check(forward)
     if forward.cached is not None:
         forward.cached.record_check(forward.min_rows)
     return forward

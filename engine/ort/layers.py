@@ -97,8 +97,7 @@ class DecoderLayers:
             output_factor = 1.0 / getattr(model, "logits_scaling", 1.0)
             if model_type.startswith("gemma3"):
                 factor = mx.array(int(norm.weight.size) ** 0.5, mx.bfloat16).astype(mx.float32).item()
-            factors = factor, residual_factor, output_factor
-            return cls(layers, windows, table, norm, output, vocab_size, tokens, *factors)
+            return cls(layers, windows, table, norm, output, vocab_size, tokens, factor, residual_factor, output_factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +137,8 @@ class Layout:
             angles = [known.index(key) for key in used]
             masks = list(dict.fromkeys(decoder.windows))
             parts = [decoder.output, *(part for layer in decoder.layers for part in layer.modules())]
-            quantised = decoder.rounded
-            quantised |= any(isinstance(part, nn.QuantizedLinear | nn.QuantizedEmbedding) for part in parts)
+            kinds = nn.QuantizedLinear | nn.QuantizedEmbedding
+            quantised = decoder.rounded or any(isinstance(part, kinds) for part in parts)
             hidden, outputs = int(decoder.norm.weight.size), int(decoder.output.weight.shape[0])
             return cls(shapes, heads.pop(), angles, ropes, masks, quantised, hidden, outputs)
 

@@ -190,8 +190,9 @@ def _convert_tensors(
     heads, kv_heads = _head_counts(file)
     for old, new in names.items():
         place = file.tensors[old]
-        if len(place.shape) > (3 if "_exps." in old else 2):
-            raise ModelError(f"{file.path}: the tensor {old} has {len(place.shape)} dimensions; expected 1 or 2")
+        most, expected = (3, "1, 2 or 3") if "_exps." in old else (2, "1 or 2")
+        if len(place.shape) > most:
+            raise ModelError(f"{file.path}: the tensor {old} has {len(place.shape)} dimensions; expected {expected}")
         if known.norms_plus_one and old.endswith("norm.weight"):
             norm = gguf.convert_tensor(file, old, None, "float32")["weight"] - np.float32(1)
             parts = {"weight": norm.astype(dtype)}
@@ -294,12 +295,13 @@ def _rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] |
         }
         original = file.size(f"{rope}.scaling.original_context_length")
         return {"type": "longrope", "rope_type": "longrope", "original_max_position_embeddings": original, **parts}
-    if file.number(f"{rope}.scaling.attn_factor", 1.0) != 1.0:
+    kind = file.text(f"{rope}.scaling.type", "linear")
+    factor = file.number(f"{rope}.scaling.factor", file.number(f"{rope}.scale_linear", 1.0))  # an older name
+    own = 1 + 0.1 * math.log(factor) if kind == "yarn" and factor > 1 else 1.0  # YaRN's, which older files repeat
+    if not np.isclose(file.number(f"{rope}.scaling.attn_factor", 1.0), (1.0, own), rtol=1e-4).any():
         raise ModelError(f"{file.path} scales attention ({rope}.scaling.attn_factor); use another file of this model")
     if "rope_freqs.weight" in file.tensors:
         return _llama3_scaling(file, config)
-    kind = file.text(f"{rope}.scaling.type", "linear")
-    factor = file.number(f"{rope}.scaling.factor", file.number(f"{rope}.scale_linear", 1.0))  # an older name
     if kind not in ("none", "linear", "yarn"):
         raise ModelError(f"{file.path} scales positions with {kind!r}; expected none, linear, yarn or longrope")
     if kind == "none" or factor in (0.0, 1.0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,7 +13,11 @@ import pytest
 
 from outrider.engine import flat, memory
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache
+from outrider.engine.kv_cache import Feed
+from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.loading import LoadedModel
 from outrider.engine.memory import PeakMemory, release_memory, release_pages
+from outrider.engine.prompt_cache import CachedPrefix
 
 PAGE = 4096
 
@@ -46,14 +51,58 @@ def test_releasing_an_array_returns_its_memory_and_leaves_its_neighbours() -> No
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux returns pages at once")
 def test_closing_a_long_text_returns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    released: list[int] = []
-    monkeypatch.setattr(flat, "release_pages", lambda array: released.append(array.nbytes))
     cache = FlatCache(FlatAttentionMetadata())
     keys, _ = cache.on_host(2, 4096, mx.zeros((1, 2, 1, 64)))
+    released: list[int] = []
+    monkeypatch.setattr(flat, "release_pages", lambda array: released.append(array.nbytes))
     cache.release(1)
-    assert released == [keys[1].nbytes] * 2
+    assert sum(released) == 2 * keys[1].nbytes
     cache.release(2)  # a row that the buffers do not have
-    assert len(released) == 2
+    assert sum(released) == 2 * keys[1].nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux returns pages at once")
+def test_short_texts_next_to_a_long_one_take_no_memory_for_its_length() -> None:
+    """All texts have rows of the same buffers, as long as the longest text."""
+    cache, like = FlatCache(FlatAttentionMetadata()), mx.zeros((1, 2, 1, 64))
+    for buffer in cache.on_host(1, 2**15, like):
+        buffer[0] = 1
+    release_memory()
+    before = resident()
+    keys, values = cache.on_host(8, 2**15, like)
+    release_memory()
+    assert resident() - before < keys.nbytes // 4
+    assert keys[0].all() and values[0].all() and not keys[1:].any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux returns pages at once")
+def test_short_text_that_moves_to_the_row_of_a_long_one_returns_its_memory(loaded: Callable[..., LoadedModel]) -> None:
+    kv_cache = open_kv_cache(loaded("llama", num_key_value_heads=4, head_dim=128))
+    long, short = kv_cache.open(), kv_cache.open()
+    kv_cache.forward([Feed(short, [5] * 20, 0)])
+    release_memory()
+    before, part = resident(), mx.ones((1, 4, 2**13, 128))
+    kv_cache.extend(long, ((part, part),) * 3, 2**13)
+    kv_cache.forward([Feed(long, [5], 1)])
+    size = 6 * part.nbytes
+    del part
+    release_memory()
+    assert size // 2 < resident() - before < size * 3 // 2
+    kv_cache.close(long)
+    assert resident() - before < size // 4
+    assert short.row == 0 and np.array(kv_cache.save(short, 20).layers[0][0]).all()
+
+
+def test_saved_prefix_is_copied_into_the_buffers_in_use(loaded: Callable[..., LoadedModel]) -> None:
+    """New buffers would be bound again, layer by layer."""
+    kv_cache = open_kv_cache(loaded("llama"))
+    first, second = kv_cache.open(), kv_cache.open()
+    kv_cache.forward([Feed(first, [5] * 40, 0, True), Feed(second, [6], 1)])
+    views = [cache.views for cache in kv_cache._layers]
+    second.roll_back(0)
+    kv_cache.adopt(second, CachedPrefix(kv_cache.save(first, 30), 30))
+    kv_cache.forward([Feed(second, [5], 1)])
+    assert [cache.views for cache in kv_cache._layers] == views
 
 
 def test_memory_is_given_back_when_idle_or_after_many_texts(

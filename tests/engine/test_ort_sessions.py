@@ -101,6 +101,7 @@ def test_cached_graph_is_used_without_another_build_or_check(
     monkeypatch.setattr(graph, "build", fail_if_called)
     monkeypatch.setattr(forward, "_to_embedding_rows", fail_if_called)
     monkeypatch.setattr(check, "check_logits", fail_if_called)
+    monkeypatch.setattr(check, "_first_token", fail_if_called)  # reads a file
     assert np.array_equal(logits(model), first)
 
 

@@ -205,6 +205,17 @@ def test_surviving_nodes_keep_their_ancestors_after_a_gather(loaded: Loaded) -> 
     assert grown.worst < ROUNDING
 
 
+def test_recurrent_states_of_committed_tokens_are_freed(loaded: Loaded) -> None:
+    """The state after one token may take as much memory as the keys and values of a thousand."""
+    tree, used = open_tree(loaded("qwen3_next"), list(range(30, 40)), GREEDY), []
+    for token in range(60, 160):
+        tree.commit(tree.feed([tree.root], [token]))
+        tree.best([tree.root])
+        used.append(mx.get_active_memory())
+    state = tree.kv_rows.save(tree.committed_len).cost.per_text
+    assert state > 0 and max(used) - used[5] < 5 * state
+
+
 def test_sliding_window_holds_through_forks_and_commits(loaded: Loaded) -> None:
     """A prompt much longer than the window of 32; forks and commits beyond it."""
     grown = TreeUnderTest(loaded("gemma3_text"), GREEDY, [2 + 7 * i % 250 for i in range(90)], "window")

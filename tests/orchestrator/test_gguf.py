@@ -237,10 +237,10 @@ def test_linear_scaling_is_read_under_every_name_as_in_llama_cpp(tmp_path, metad
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
 def test_factor_of_attention_that_mlx_lacks_is_refused(tmp_path, kind):
     scaling = {"type": kind, "factor": 4.0, "original_context_length": 32, "attn_factor": 1.0}
-    for factor in (1.0, 1.5):
+    for factor in (1.0, 1 + 0.1 * math.log(4), 1.5):
         metadata = {f"llama.rope.scaling.{key}": value for key, value in {**scaling, "attn_factor": factor}.items()}
         file = write_gguf(tmp_path / f"{factor}.gguf", metadata=metadata)
-        if factor == 1.0:
+        if factor == 1.0 or (kind == "yarn" and factor < 1.5):  # YaRN's own, as in OLMo 3's files
             assert read_config(convert(file))["rope_scaling"]["factor"] == 4.0
         else:
             with pytest.raises(ModelError, match=r"scales attention \(llama.rope.scaling.attn_factor\)"):
@@ -545,6 +545,11 @@ def test_non_gguf_files_are_refused(tmp_path):
         ({"without": "blk.1.ffn_up.weight"}, "has no tensor blk.1.ffn_up.weight, which llama models have"),
         ({"tensors": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}}, "has the tensor blk.0.attn_sinks.weight"),
         ({"tensors": {"blk.0.\x1b[2J.weight": np.ones(4, np.float32)}}, r"has the tensor blk.0.\x1b[2J.weight"),
+        ({"tensors": {"blk.0.attn_q.weight": np.ones((2, 32, 64), np.float32)}}, "has 3 dimensions; expected 1 or 2"),
+        (
+            {"architecture": "qwen3moe", "tensors": {"blk.0.ffn_up_exps.weight": np.ones((1, 4, 128, 64), np.float32)}},
+            "has 4 dimensions; expected 1, 2 or 3",
+        ),
         ({"metadata": {"llama.expert_count": 8}}, "is a mixture of experts"),
         ({"metadata": {"split.count": 3}}, "is one of several parts"),
         ({"metadata": {"general.type": "adapter"}}, "is of the type 'adapter'; expected the file of a whole model"),
