@@ -13,7 +13,7 @@ from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, Rotating
 
 from outrider.protocol.errors import OutriderError
 
-_BUFFER_STEP_COLUMNS = 256  # a buffer has a multiple of this many columns
+BUFFER_STEP_COLUMNS = 256  # a buffer has a multiple of this many columns
 MAX_EARLY_COLUMNS = 128  # layers grow their buffers up to this many columns early, each by a different number
 
 
@@ -56,7 +56,7 @@ def ensure_capacity(buffer: mx.array | None, rows: int, columns: int, like: mx.a
     columns = (
         had_columns
         if columns <= had_columns
-        else -(-(columns + columns // 8) // _BUFFER_STEP_COLUMNS) * _BUFFER_STEP_COLUMNS
+        else -(-(columns + columns // 8) // BUFFER_STEP_COLUMNS) * BUFFER_STEP_COLUMNS
     )
     grown = mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype if buffer is None else buffer.dtype)
     if buffer is not None:

@@ -29,6 +29,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
 from outrider.engine.cache import (
+    BUFFER_STEP_COLUMNS,
     MAX_EARLY_COLUMNS,
     RollbackError,
     ensure_capacity,
@@ -311,6 +312,13 @@ class FlatCache:
             for head in host[row : row + 1].reshape(-1, *host.shape[2:]):
                 release_pages(head[start:])
 
+    def shorten(self, columns: int) -> None:
+        """Frees columns that no text uses, if they are more than half, unless numpy views are in use."""
+        kept = columns + BUFFER_STEP_COLUMNS
+        keys, values = self.keys, self.values
+        if self._host is None and keys is not None and values is not None and keys.shape[2] > 2 * kept:
+            self.keys, self.values = mx.contiguous(keys[:, :, :kept]), mx.contiguous(values[:, :, :kept])
+
     def gather(self, row: int, start: int, columns: Ints) -> None:
         """Moves column `columns[i]` (ascending) of a row to its column `start` + i."""
         source: Any = columns if self._host is not None else mx.array(columns)
@@ -463,9 +471,13 @@ class FlatRows:
             last.row = sequence.row
             self._sequences[sequence.row] = last
         sequence.row = -1
+        longest = max((other.length for other in self._sequences), default=0)
         for cache in self._layers:
-            if self._sequences or self._keeps_buffers:
+            if self._sequences:
                 cache.release(len(self._sequences))
+                cache.shorten(longest)
+            elif self._keeps_buffers:
+                cache.release(0)
             else:
                 cache.clear()
 

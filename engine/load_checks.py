@@ -27,6 +27,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.cache import KVCache as MlxKVCache
+from msgspec import structs
 
 from outrider.engine.cache import flatten_caches
 from outrider.engine.flat import FlatCache
@@ -332,7 +333,10 @@ def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
 
 
 def measure_sequence_cost(kv_cache: KVCache) -> KvCost:
-    """Returns the memory that a text takes. Measures how fast state that can't be shortened grows."""
+    """Returns the memory that a text takes. Measures how fast state that can't be shortened grows.
+
+    Texts of one buffer take as much as the longest one, except with ONNX Runtime on Linux (`FlatCache.release`).
+    """
     sequence = kv_cache.open()
     kv_cache.forward([Feed(sequence, [0], 0, True)])
     short = kv_cache.save(sequence, 1)
@@ -342,7 +346,8 @@ def measure_sequence_cost(kv_cache: KVCache) -> KvCost:
         grown = kv_cache.save(sequence, 1 + _GROWTH_TOKENS).nbytes - short.nbytes
         cost = KvCost(max(short.nbytes - grown // _GROWTH_TOKENS, 0), grown // _GROWTH_TOKENS)
     kv_cache.close(sequence)
-    return cost
+    padded = isinstance(kv_cache, FlatKVCache) and (kv_cache.cpu is None or sys.platform != "linux")
+    return structs.replace(cost, padded=padded)
 
 
 @cache_per_model

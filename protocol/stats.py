@@ -17,17 +17,24 @@ MAX_COUNTED_NAMES = 256
 
 
 class KvCost(Record, frozen=True):
-    """Bytes that a worker needs for a text: `per_text` for any length, plus `per_token` for each token."""
+    """Bytes that a worker needs for a text: `per_text` for any length, plus `per_token` for each token. `padded`: each
+    text takes as much as the longest that runs."""
 
     per_text: Serial = 0
     per_token: Serial = 0
+    padded: bool = False
 
     def of(self, tokens: int) -> int:
         """Returns the bytes of a text of `tokens` tokens."""
         return self.per_text + tokens * self.per_token
 
+    def of_all(self, lengths: Sequence[int]) -> int:
+        """Returns the bytes of texts of these lengths together."""
+        return len(lengths) * self.of(max(lengths, default=0)) if self.padded else sum(map(self.of, lengths))
+
     def __add__(self, other: KvCost) -> KvCost:
-        return KvCost(self.per_text + other.per_text, self.per_token + other.per_token)
+        padded = self.padded or other.padded
+        return KvCost(self.per_text + other.per_text, self.per_token + other.per_token, padded)
 
 
 class KvUse(Record, frozen=True):

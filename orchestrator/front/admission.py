@@ -85,6 +85,11 @@ class Ticket:
     def key(self) -> str:
         return self.admit.request
 
+    @property
+    def max_length(self) -> int:
+        """The number of tokens that its text can have, prompt included."""
+        return len(self.admit.tokens) + self.admit.sampling.max_tokens
+
 
 class Admission:
     """Checks requests against one pair of models. The limits are config.json's until a worker reports its own."""
@@ -151,10 +156,6 @@ class Admission:
         text = TextStream(self._codec.spelling, tokens, sampling.stop, eos)
         complete = _feed_resumed(admit, text, generate.resume_chars)
         return Ticket(sender, generate.request, path, admit, text, notes, complete)
-
-    def bytes_needed(self, admit: Admit) -> int:
-        """Returns the bytes that a request takes in all workers when its text has its maximum length."""
-        return self.kv_budget.cost.of(len(admit.tokens) + admit.sampling.max_tokens)
 
     def _choose_mode(self, requested: str) -> str:
         mode = self._settings.mode if requested == "auto" else requested

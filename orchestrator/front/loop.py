@@ -347,16 +347,15 @@ class Front:
 
     def _fits(self, ticket: Ticket) -> bool:
         """Whether memory has room for its text beside the running ones; a single request always fits."""
-        needed = self._reserved_bytes() + self._admission.bytes_needed(ticket.admit)
-        return not self._active or needed <= self._admission.kv_budget.limit
-
-    def _reserved_bytes(self) -> int:
-        return sum(self._admission.bytes_needed(ticket.admit) for ticket in list(self._active.values()))
+        budget = self._admission.kv_budget
+        needed = budget.cost.of_all([each.max_length for each in (*self._active.values(), ticket)])
+        return not self._active or needed <= budget.limit
 
     def _kv_use(self) -> KvUse:
-        budget = self._admission.kv_budget
-        used = sum(budget.cost.of(len(t.admit.tokens) + t.tokens) for t in list(self._active.values()))
-        return KvUse(budget.limit, min(used, MAX_SERIAL), min(self._reserved_bytes(), MAX_SERIAL))
+        budget, running = self._admission.kv_budget, list(self._active.values())
+        used = budget.cost.of_all([len(ticket.admit.tokens) + ticket.tokens for ticket in running])
+        reserved = budget.cost.of_all([ticket.max_length for ticket in running])
+        return KvUse(budget.limit, min(used, MAX_SERIAL), min(reserved, MAX_SERIAL))
 
 
 def queue_path(sender: bytes, client: str, key: str) -> QueuePath:

@@ -13,8 +13,8 @@ import pytest
 
 from outrider.engine import flat, memory
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache
-from outrider.engine.kv_cache import Feed
-from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.kv_cache import Feed, FlatKVCache
+from outrider.engine.load_checks import measure_sequence_cost, open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.memory import PeakMemory, release_memory, release_pages
 from outrider.engine.prompt_cache import CachedPrefix
@@ -103,6 +103,25 @@ def test_saved_prefix_is_copied_into_the_buffers_in_use(loaded: Callable[..., Lo
     kv_cache.adopt(second, CachedPrefix(kv_cache.save(first, 30), 30))
     kv_cache.forward([Feed(second, [5], 1)])
     assert [cache.views for cache in kv_cache._layers] == views
+
+
+@pytest.mark.parametrize("long_first", [False, True])
+def test_rows_become_shorter_when_the_longest_text_ends(loaded: Callable[..., LoadedModel], long_first: bool) -> None:
+    """With MLX all rows are as long as the longest text, and are counted so."""
+    kv_cache, alone = (FlatKVCache(loaded("llama").model) for _ in range(2))
+    assert measure_sequence_cost(kv_cache).padded
+    texts = kv_cache.open(), kv_cache.open()
+    long, short = texts if long_first else texts[::-1]
+    kv_cache.forward([Feed(short, [5, 6, 7], 0)])
+    kv_cache.forward([Feed(long, [5] * 4000, 0, True)])
+    before = [np.array(part) for layer in kv_cache.save(short, 3).layers for part in layer]
+    held = sum(keys.nbytes + values.nbytes for keys, values in kv_cache.state())
+    kv_cache.close(long)
+    assert sum(keys.nbytes + values.nbytes for keys, values in kv_cache.state()) < held // 8
+    after = [np.array(part) for layer in kv_cache.save(short, 3).layers for part in layer]
+    assert all(map(np.array_equal, before, after))
+    expected = alone.forward([Feed(alone.open(), [5, 6, 7, 8], 1)])
+    assert np.allclose(np.array(kv_cache.forward([Feed(short, [8], 1)])), np.array(expected), atol=1e-4)
 
 
 def test_memory_is_given_back_when_idle_or_after_many_texts(

@@ -119,6 +119,23 @@ def test_request_waits_until_its_text_fits_beside_the_others(make_server):
     assert events == ["r1", "r2", "r1", "r3"], "the third begins when the first is stopped, and before the fourth"
 
 
+def test_texts_in_rows_of_equal_length_each_take_as_much_as_the_longest(make_server):
+    """With MLX, a long text makes the rows of all others as long."""
+    workers = (replace(WORKERS[0], kv=replace(TARGET, padded=True)), WORKERS[1])
+    limit = 2 * KvCost(1000, 40).of(50)
+    server = make_server(max_active=8).start(ready=False)
+    server.queues.events.put(WorkersChanged(workers, kv_budget=kv_budget(limit, workers, 0)))
+    with RawClient(server.endpoint) as client:
+        for name, tokens in (("long", 48), ("short", 8), ("second short", 8)):
+            client.send(ask(name, max_tokens=tokens))
+        assert len(server.core.wait_for(Admit, 2)) == 2
+        assert server.client().stats().kv == KvUse(limit, 2 * KvCost(1000, 40).of(2), limit)
+        client.send(Cancel("long"))
+        server.core.wait_for(Admit, 3)
+    events = [event.request for event in server.core.received if isinstance(event, Admit | Stop)][:4]
+    assert events == ["r1", "r2", "r1", "r3"], "the second short text begins when the long one is stopped"
+
+
 def test_oversized_prompt_is_refused_and_oversized_output_is_cut(server, codec):
     server.core.on_admit = lambda admit: []
     budget = kv_budget(KvCost(1000, 40).of(20), WORKERS, 0)
