@@ -305,7 +305,7 @@ class BranchGrowth:
         for branch, (token, odds) in zip(grown, (yield from self._feed(grown)), strict=True):
             branch.chain.append(token)
             branch.odds.append(odds)
-        self._growing = [branch for branch in self._growing if len(branch.chain) < self._depth]
+        self._growing = [branch for branch in self._growing if not self._is_complete(branch)]
         ready = complete + grown
         entries = tuple(
             Branch((*self._chain[: b.accepted], b.bonus), tuple(b.chain), self._alternatives(b), tuple(b.odds))
@@ -357,8 +357,12 @@ class BranchGrowth:
                 share = self._calibration.bonus_probability(k == len(self._chain), place, points[k])
                 begun.append(GrowingBranch(k, bonus, stop_probs[k] * share))
                 self._reuse_nodes(begun[-1])
-        self._growing += [branch for branch in begun if len(branch.chain) < self._depth]
-        return [branch for branch in begun if len(branch.chain) == self._depth]
+        self._growing += [branch for branch in begun if not self._is_complete(branch)]
+        return [branch for branch in begun if self._is_complete(branch)]
+
+    def _is_complete(self, branch: GrowingBranch) -> bool:
+        """Whether the branch has all its tokens: nothing is verified after an end token."""
+        return len(branch.chain) == self._depth or (bool(branch.chain) and branch.chain[-1] in self._eos)
 
     def _read_candidates(self, points: Sequence[int]) -> None:
         """Reads the drafter's unknown candidates at these fork points, without the chain's own token and EOS."""
@@ -374,7 +378,7 @@ class BranchGrowth:
     def _reuse_nodes(self, branch: GrowingBranch) -> None:
         """Adds the branch's first tokens as far as they were fed in an earlier round."""
         node = find_child(self._tree, self._spine[branch.accepted], branch.bonus, given=True)
-        while node is not None and len(branch.chain) < self._depth:
+        while node is not None and not self._is_complete(branch):
             branch.nodes.append(node)
             token, odds = next_tokens(self._tree, [node], self._calibration)[0]
             branch.chain.append(token)
@@ -384,7 +388,7 @@ class BranchGrowth:
     def _alternatives(self, branch: GrowingBranch) -> Alternatives | None:
         """Returns those alternatives to a complete branch's tokens that are likely enough to pay."""
         threshold = self._task.min_prob
-        if threshold >= 1.0 or self._tree.draws or len(branch.chain) < self._depth:
+        if threshold >= 1.0 or self._tree.draws or not self._is_complete(branch):
             return None
         worth = count_worthwhile_positions(len(branch.chain), self._calibration, threshold)
         candidates = self._tree.candidates(branch.nodes[:worth], MAX_CHILDREN + len(self._eos))
