@@ -26,6 +26,7 @@ from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanO
 from outrider.protocol.messages import Alternatives, Branch
 from outrider.protocol.schema import MAX_ALTERNATIVES
 from outrider.protocol.trees import (
+    ROOT,
     Candidate,
     DraftTree,
     SparseQ,
@@ -33,6 +34,7 @@ from outrider.protocol.trees import (
     chain_parents,
     common_prefix_length,
     first_branch,
+    token_paths,
 )
 
 MAX_CHILDREN = 3
@@ -70,6 +72,17 @@ class Continuation:
     def line(self) -> tuple[int, ...]:
         """The chain, or the first branch of the tree."""
         return tuple(self.chain[node] for node in first_branch(self.parents)) if self.parents else self.chain
+
+    def without(self, ends: Collection[int]) -> Continuation:
+        """Returns it without end tokens and what follows them, which need no rows. A drawn chain stays as it is:
+        whether a token is verified must not depend on the draw."""
+        if self.q is not None or not ends:
+            return self
+        paths = token_paths(self.chain, self.parents or chain_parents(len(self.chain)))
+        kept = [node for node, path in enumerate(paths) if not {*path}.intersection(ends)]
+        parents = [self.parents[node] for node in kept] if self.parents else []
+        numbers = tuple(ROOT if parent == ROOT else kept.index(parent) for parent in parents)
+        return Continuation(tuple(self.chain[node] for node in kept), None, numbers)
 
     @property
     def alternatives(self) -> Alternatives | None:
