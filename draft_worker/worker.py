@@ -2,15 +2,16 @@
 
 It handles messages between two forwards, so a new outcome redirects the work at once. A prompt is read in pieces, first
 come first served, with forwards of other requests between two of them. Owns a `DraftRequest` with one token tree for
-each request; acts only on the newest commit; sends RESYNC if it has missed one. `OpLatency` measures its operations, so
-that it can announce how long the next one should take. Knows nothing of models.
+each request; acts only on the newest commit; sends RESYNC if it has missed one. Measures its operations, so that it can
+announce how long the next one should take. Knows nothing of models.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -53,20 +54,6 @@ _MAX_FORWARDS_BETWEEN_PIECES = 8  # forwards for other requests between two piec
 
 Operation = Literal["read", "grow", "chain"]
 """Work between two checks for messages: a piece of a text, a forward of its trees, or a chain on request."""
-
-
-class OpLatency:
-    """The longest time of each operation; old measurements decay."""
-
-    def __init__(self) -> None:
-        self._ms: dict[Operation, float] = {}
-
-    def record(self, operation: Operation, milliseconds: float) -> None:
-        self._ms[operation] = max(milliseconds, LATENCY_DECAY * self._ms.get(operation, 0.0))
-
-    def expected_ms(self, operation: Operation) -> float:
-        """Returns the time of this operation; 0 if it was never measured."""
-        return self._ms.get(operation, 0.0)
 
 
 @dataclass(slots=True)
@@ -131,7 +118,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         self._compiler = compiler
         self._calibration = Calibration()
         self._batcher = DraftBatcher(self._calibration)
-        self._op_latency = OpLatency()
+        self._longest_ms: dict[Operation, float] = {}
         self._forwards_since_read = 0
 
     def turn(self) -> bool:
@@ -239,52 +226,50 @@ class DraftWorker(WorkerLoop[DraftRequest]):
 
     def _read(self, running: DraftRequest) -> None:
         """Reads a piece of a request's text, or takes it from the prompt cache."""
-        started_ns = self._begin("read")
         work, newest = running.work, running.newest
-        work.read()
-        self._record_latency("read", started_ns)
+        with self._timed("read"):
+            work.read()
         cached = work.tree.cached
         if cached == work.tree.committed_len:  # this piece came from the prompt cache
             self._link.send(Prefilled(newest.request, newest.epoch, cached, work.committed_len, cached))
         self._report()
 
-    def _begin(self, operation: Operation) -> int:
-        """Announces how long an operation should take; returns the time at which it begins."""
-        self._link.expect(self._op_latency.expected_ms(operation))
-        return clock.now()
-
-    def _record_latency(self, operation: Operation, started_ns: int) -> None:
-        self._op_latency.record(operation, (clock.now() - started_ns) / clock.MILLISECOND_NS)
+    @contextmanager
+    def _timed(self, operation: Operation) -> Iterator[int]:
+        """Announces how long an operation should take, the longest time so far, which decays; then measures it. Yields
+        the time at which it begins."""
+        expected_ms, started_ns = self._longest_ms.get(operation, 0.0), clock.now()
+        self._link.expect(expected_ms)
+        yield started_ns
+        milliseconds = (clock.now() - started_ns) / clock.MILLISECOND_NS
+        self._longest_ms[operation] = max(milliseconds, LATENCY_DECAY * expected_ms)
 
     def _draft(self, owed: Sequence[DraftRequest]) -> None:
-        started_ns = self._begin("chain")
-        drafts, _ = run_together([running.work.continuation(running.newest.depth) for running in owed])
+        with self._timed("chain") as started_ns:
+            drafts, _ = run_together([running.work.continuation(running.newest.depth) for running in owed])
         for running in owed:
             running.owes_draft = False
-        self._answer("chain", started_ns, owed, drafts)
+        self._answer(Span(started_ns, clock.now()), owed, drafts)
 
     def _grow(self, growing: Sequence[DraftRequest]) -> None:
-        started_ns = self._begin("grow")
-        active = sum(running.newest.verifying is not None for running in self._running.values())
-        branches = self._batcher.advance([running.work for running in growing], active)
-        self._answer("grow", started_ns, growing, branches)
+        with self._timed("grow") as started_ns:
+            active = sum(running.newest.verifying is not None for running in self._running.values())
+            branches = self._batcher.advance([running.work for running in growing], active)
+        self._answer(Span(started_ns, clock.now()), growing, branches)
 
     def _answer(
         self,
-        operation: Operation,
-        started_ns: int,
+        work: Span,
         requests: Sequence[DraftRequest],
         results: Sequence[Continuation | ReadyBranches | OutriderError | None],
     ) -> None:
         """Sends each request's result, and ends the requests that have an error."""
-        span = Span(started_ns, clock.now())
-        self._record_latency(operation, started_ns)
         peak_bytes = self._memory.bytes() if self._memory is not None else 0
         for running, result in zip(requests, results, strict=True):
             if isinstance(result, OutriderError):
                 self._fail(running.newest.request, result, running.newest.round)
             elif result is not None:
-                self._link.send(running.answer(result, span, peak_bytes))
+                self._link.send(running.answer(result, work, peak_bytes))
 
     def _release(self, running: DraftRequest, discard: bool) -> None:
         running.work.tree.close(discard)

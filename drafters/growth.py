@@ -26,6 +26,7 @@ from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanO
 from outrider.protocol.messages import Alternatives, Branch
 from outrider.protocol.schema import MAX_ALTERNATIVES
 from outrider.protocol.trees import (
+    ROOT,
     Candidate,
     DraftTree,
     SparseQ,
@@ -33,6 +34,7 @@ from outrider.protocol.trees import (
     chain_parents,
     common_prefix_length,
     first_branch,
+    token_paths,
 )
 
 MAX_CHILDREN = 3
@@ -70,6 +72,17 @@ class Continuation:
     def line(self) -> tuple[int, ...]:
         """The chain, or the first branch of the tree."""
         return tuple(self.chain[node] for node in first_branch(self.parents)) if self.parents else self.chain
+
+    def without(self, ends: Collection[int]) -> Continuation:
+        """Returns it without end tokens and what follows them, which need no rows. A drawn chain stays as it is:
+        whether a token is verified must not depend on the draw."""
+        if self.q is not None or not ends:
+            return self
+        paths = token_paths(self.chain, self.parents or chain_parents(len(self.chain)))
+        kept = [node for node, path in enumerate(paths) if not {*path}.intersection(ends)]
+        parents = [self.parents[node] for node in kept] if self.parents else []
+        numbers = tuple(ROOT if parent == ROOT else kept.index(parent) for parent in parents)
+        return Continuation(tuple(self.chain[node] for node in kept), None, numbers)
 
     @property
     def alternatives(self) -> Alternatives | None:
@@ -305,7 +318,7 @@ class BranchGrowth:
         for branch, (token, odds) in zip(grown, (yield from self._feed(grown)), strict=True):
             branch.chain.append(token)
             branch.odds.append(odds)
-        self._growing = [branch for branch in self._growing if len(branch.chain) < self._depth]
+        self._growing = [branch for branch in self._growing if not self._is_complete(branch)]
         ready = complete + grown
         entries = tuple(
             Branch((*self._chain[: b.accepted], b.bonus), tuple(b.chain), self._alternatives(b), tuple(b.odds))
@@ -357,8 +370,12 @@ class BranchGrowth:
                 share = self._calibration.bonus_probability(k == len(self._chain), place, points[k])
                 begun.append(GrowingBranch(k, bonus, stop_probs[k] * share))
                 self._reuse_nodes(begun[-1])
-        self._growing += [branch for branch in begun if len(branch.chain) < self._depth]
-        return [branch for branch in begun if len(branch.chain) == self._depth]
+        self._growing += [branch for branch in begun if not self._is_complete(branch)]
+        return [branch for branch in begun if self._is_complete(branch)]
+
+    def _is_complete(self, branch: GrowingBranch) -> bool:
+        """Whether the branch has all its tokens: nothing is verified after an end token."""
+        return len(branch.chain) == self._depth or (bool(branch.chain) and branch.chain[-1] in self._eos)
 
     def _read_candidates(self, points: Sequence[int]) -> None:
         """Reads the drafter's unknown candidates at these fork points, without the chain's own token and EOS."""
@@ -374,7 +391,7 @@ class BranchGrowth:
     def _reuse_nodes(self, branch: GrowingBranch) -> None:
         """Adds the branch's first tokens as far as they were fed in an earlier round."""
         node = find_child(self._tree, self._spine[branch.accepted], branch.bonus, given=True)
-        while node is not None and len(branch.chain) < self._depth:
+        while node is not None and not self._is_complete(branch):
             branch.nodes.append(node)
             token, odds = next_tokens(self._tree, [node], self._calibration)[0]
             branch.chain.append(token)
@@ -384,7 +401,7 @@ class BranchGrowth:
     def _alternatives(self, branch: GrowingBranch) -> Alternatives | None:
         """Returns those alternatives to a complete branch's tokens that are likely enough to pay."""
         threshold = self._task.min_prob
-        if threshold >= 1.0 or self._tree.draws or len(branch.chain) < self._depth:
+        if threshold >= 1.0 or self._tree.draws or not self._is_complete(branch):
             return None
         worth = count_worthwhile_positions(len(branch.chain), self._calibration, threshold)
         candidates = self._tree.candidates(branch.nodes[:worth], MAX_CHILDREN + len(self._eos))

@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, TypeVar
+
+import numpy as np
 
 from outrider.drafters.drafter import Drafter, DrafterFault, TokenTree
 from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut, divide_branches
@@ -265,7 +266,7 @@ class DraftBatcher:
     def __init__(self, calibration: Calibration | None = None) -> None:
         self.capacity = Capacity()
         self._calibration = calibration or Calibration()
-        self._unread: list[tuple[int, float]] = []  # the latest forwards: lazy ones take their time when one is read
+        self._unread = np.zeros(3)  # the latest forwards, their rows and ms: lazy ones take theirs when one is read
 
     def advance(self, works: Sequence[WorkAhead], active: int = 1) -> list[ReadyBranches | OutriderError | None]:
         """Makes one forward for all `works`; returns their branches, or the error of one that failed.
@@ -281,10 +282,10 @@ class DraftBatcher:
         sound = [work for work in works if id(work) not in failed]
         at_once = self.capacity.rows_per_forward() if active == 1 else None
         found, rows = run_together([work.advance(at_once) for work in sound])
-        self._unread += [(rows, (clock.now() - started_ns) / clock.MILLISECOND_NS)] if rows else []
-        if self._unread and any(found):
-            self.capacity.record_forward(*(fmean(parts) for parts in zip(*self._unread, strict=True)))
-            self._unread = []
+        self._unread += (1, rows, (clock.now() - started_ns) / clock.MILLISECOND_NS) if rows else 0
+        if self._unread.any() and any(found):
+            self.capacity.record_forward(*(self._unread[1:] / self._unread[0]).tolist())
+            self._unread = np.zeros(3)
         results = iter(found)
         return [failed[id(work)] if id(work) in failed else next(results) for work in works]
 

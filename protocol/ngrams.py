@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -176,8 +176,10 @@ class NgramIndex:
     """The n-grams of the last `INDEX_WINDOW_TOKENS` of a request's text, with the position after their last occurrence.
 
     Tokens are appended at once and indexed when there is time; until then a lookup does not find them. `table`, if
-    given, is used where the text has no copy.
+    given, is used where the text has no copy. A copy ends before the first of `ends`.
     """
+
+    ends: frozenset[int] = frozenset()
 
     def __init__(self, tokens: Iterable[int] = (), table: NgramTable | None = None) -> None:
         self.table = table
@@ -230,5 +232,10 @@ class NgramIndex:
         for n in range(len(tail), MIN_NGRAM_SIZE - 1, -1):
             if (at := self._followed_at.get(tuple(tail[-n:]))) is not None:
                 following = [*self._tokens[at : at + length], *then]
-                return Copy(tuple(islice(cycle(following), max(length, 0))), n)
-        return Copy() if self.table is None or not tail else self.table.copy(tail, length)
+                copy = Copy(tuple(islice(cycle(following), max(length, 0))), n)
+                break
+        else:
+            copy = Copy() if self.table is None or not tail else self.table.copy(tail, length)
+        if self.ends.isdisjoint(copy.chain):
+            return copy
+        return Copy(tuple(takewhile(lambda token: token not in self.ends, copy.chain)), copy.evidence)

@@ -179,7 +179,7 @@ class InProcessDrafters:
                 case InProcessModel():
                     sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, constraint())
                 case NgramDrafter():
-                    sessions[name] = proposer.open_draft
+                    sessions[name] = partial(NgramDraft, proposer)
                 case ExitDrafter():
                     sessions[name] = partial(
                         ExitDraft, proposer, proposer.sampler(sampling, constraint()), slot.sequence

@@ -289,7 +289,7 @@ class TargetRequest:
         if depth < 1 or NGRAM not in self.drafters:
             return ()
         (copy,) = propose([self._session(NGRAM).turn(self.slot.tokens, InProcess(depth, NGRAM, row_costs=row_costs))])
-        return copy.chain if isinstance(copy, Continuation) else ()
+        return copy.without(self.opened.eos).chain if isinstance(copy, Continuation) else ()
 
     @property
     def needs_draft(self) -> bool:
@@ -313,14 +313,15 @@ class TargetRequest:
     def set_proposal(self, draft: Continuation | OutriderError, span: Span) -> None:
         """Sets the draft, or an error: an InvalidRequest ends the request, others only its drafter's drafting.
 
-        If the target verifies only chains, only the first branch of a tree is kept.
+        End tokens are left out. If the target verifies only chains, only the first branch of a tree is kept.
         """
         if isinstance(draft, OutriderError) and not isinstance(draft, InvalidRequest):
             log.warning("%s; the drafter stops drafting for this request", draft, extra={"request": self.request})
             self._session(self.drafter).close(discard=True)
             draft = Continuation()
-        if isinstance(draft, Continuation) and draft.parents and not self.takes_trees:
-            draft = Continuation(draft.line)
+        if isinstance(draft, Continuation):
+            tree = draft if self.takes_trees else Continuation(draft.line, draft.q)
+            draft = tree.without(self.opened.eos)
         self._proposed = draft, span
 
     @property

@@ -45,7 +45,7 @@ from outrider.drafters.coreml.weights import (
     Weights,
     to_mlx,
 )
-from outrider.protocol.digest import model_digest, read_json
+from outrider.protocol.digest import file_hash, model_digest, read_json
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 _MIN_ROW_SCALE = 2.0**-10  # rows with a smaller maximum are scaled by this instead, so that eps / max**2 fits float16
@@ -346,7 +346,7 @@ def write_package(
         source=checkpoint.path.resolve().name,
         source_hash=model_digest(checkpoint.path),
         parameters=checkpoint.parameters,
-        files=package.file_hashes(directory),
+        files={path: file_hash(directory / path) for path in package.HASHED_FILES},
         versions={"outrider": __version__, **{name: version(name) for name in ("coremltools", "mlx", "mlx-lm")}},
         notes=weights.notes,
     )

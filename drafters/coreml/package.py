@@ -31,7 +31,7 @@ ROPE_FILE = "rope.npy"
 EXPECTED_FILE = "expected.npy"
 MODEL_PATH = Path(MLPACKAGE, "Data", "com.apple.CoreML", "model.mlmodel")
 WEIGHTS_PATH = MODEL_PATH.parent / "weights" / "weight.bin"
-_HASHED_FILES = tuple(map(str, (MODEL_PATH, WEIGHTS_PATH, EMBEDDING_FILE, ROPE_FILE, EXPECTED_FILE)))
+HASHED_FILES = tuple(map(str, (MODEL_PATH, WEIGHTS_PATH, EMBEDDING_FILE, ROPE_FILE, EXPECTED_FILE)))
 
 
 def import_coremltools(part: str = "") -> Any:
@@ -130,11 +130,6 @@ class Package:
         return (self.path / WEIGHTS_PATH).stat().st_size
 
 
-def file_hashes(directory: Path) -> dict[str, str]:
-    """Returns the manifest's `files` for the package in `directory`."""
-    return {path: file_hash(directory / path) for path in _HASHED_FILES}
-
-
 def open_package(directory: Path, source: Path | None = None) -> Package:
     """Returns the package in `directory` after checking it.
 
@@ -145,7 +140,7 @@ def open_package(directory: Path, source: Path | None = None) -> Package:
         ModelError: there is no package, a file is not the manifest's, or the weights are not those of `source`.
     """
     manifest = Manifest.read(directory)
-    for path in _HASHED_FILES:
+    for path in HASHED_FILES:
         if not (directory / path).is_file():
             raise ModelError(f"{directory} lacks {path}; convert the model again")
         if file_hash(directory / path) != manifest.files.get(path):

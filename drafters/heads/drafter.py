@@ -23,7 +23,7 @@ from outrider.drafters.drafter import TokenTree
 from outrider.drafters.fan_out import Calibration
 from outrider.drafters.growth import MAX_CHILDREN, ChainAlternatives, Continuation, Steps
 from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, BlockHead, Head, MaskedHead
-from outrider.drafters.heads.kv_rows import BlockKVRows, MaskedKVRows, PairKVRows
+from outrider.drafters.heads.kv_rows import MAX_PENDING_PAIRS, BlockKVRows, MaskedKVRows, PairKVRows
 from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED, FeatureBuffer, FeatureKVCache, SavedPairs, make_kv_cache
 from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairTree
 from outrider.drafters.work_ahead import DraftTurn
@@ -174,7 +174,14 @@ class HeadDraft:
 
     def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn:
         """Returns the turn in which `task` is drafted after the committed `tokens`; see `set_text`."""
-        return DraftTurn(self.set_text(tokens, task.min_prob).continuation(task.depth))
+        steps = self.set_text(tokens, task.min_prob).continuation(task.depth)
+        is_behind = self.features.count > MAX_PENDING_PAIRS + 1 and self.limit_depth(task.depth) > 0
+        return DraftTurn(steps, self._read_pairs if is_behind else None)
+
+    def _read_pairs(self) -> bool:
+        """Reads the pairs before the last one, so that they do not count as drafting."""
+        self.tree.append(self._tokens[self.tree.committed_len : self._length - 1])
+        return True
 
     @property
     def tree(self) -> HeadTree:

@@ -42,7 +42,7 @@ from outrider.engine.prompt_cache import SavedPrefix
 from outrider.protocol.errors import ModelFault
 
 _READ_CHUNK_TOKENS = 512
-_MAX_PENDING_PAIRS = 32  # more committed pairs are read as a prompt is: other texts would be padded to their number
+MAX_PENDING_PAIRS = 32  # more committed pairs are read as a prompt is: other texts would be padded to their number
 
 LazyBool = mx.array | np.bool_
 """A bool, which may be lazy."""
@@ -95,7 +95,7 @@ class PairKVRows(FeatureKVRows):
         forward."""
         self.sequence.length = start - len(self._unread)
         before, count = self.origin + start - 1, len(tokens)
-        if len(self._unread) + count <= _MAX_PENDING_PAIRS:
+        if len(self._unread) + count <= MAX_PENDING_PAIRS:
             self._unread += [(token, self.features.row(before + at)) for at, token in enumerate(tokens)]
             return count
         self.read_rest()

@@ -193,9 +193,10 @@ class Proposer:
 
     def _should_grow(self, request: Request, cached: CachedBranch, hit: Proposal, since_push_ms: float) -> bool:
         """Whether one more token of a branch, which is proposed as `hit`, is worth its wait, this long after the latest
-        push. In full depth it always is. A branch that a copy continues does not wait."""
-        depth, origins = len(cached.chain), hit.token_origins
-        if Origin.COPIED in origins or not request.draft.can_grow(cached) or depth >= request.max_draft_tokens:
+        push. In full depth it always is. A branch that a copy continues, or that has an end token, does not wait."""
+        depth, has_copy = len(cached.chain), Origin.COPIED in hit.token_origins
+        is_whole = depth >= request.max_draft_tokens or request.truncate_at_end(cached.chain)[1] is not None
+        if has_copy or is_whole or not request.draft.can_grow(cached):
             return False
         return self.full_depth or should_wait_for_token(self.estimates, depth, since_push_ms, cached.odds)
 

@@ -122,7 +122,7 @@ class Scheduler:
         self._open_waiting()
         self._workers.flush_and_yield()
         if self._settings.ngrams and admit.mode != "ar":
-            request.sequence.ngrams.table = self._ngram_table
+            request.sequence.ngrams.table, request.sequence.ngrams.ends = self._ngram_table, admit.eos
             request.sequence.ngrams.extend(request.sequence.tokens)
         self._emit(RequestBegan(request.id, admit.mode, tuple(request.sequence.notes)))
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.draft_worker.worker import LATENCY_DECAY, DraftWorker, OpLatency
+from outrider.draft_worker.worker import LATENCY_DECAY, DraftWorker
 from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.protocol.messages import Commit, Open
 from outrider.protocol.sampling import SamplingParams
@@ -19,23 +19,33 @@ FORWARD_MS, CHAIN = 40, 3
 TEXT = tuple(range(60))
 
 
-def test_expected_time_is_the_longest_seen_and_fades() -> None:
-    usual = OpLatency()
-    assert usual.expected_ms("grow") == 0.0
-    for milliseconds in (10.0, 50.0, 10.0, 10.0):
-        usual.record("grow", milliseconds)
-    assert usual.expected_ms("grow") == pytest.approx(50 * LATENCY_DECAY**2)
-    assert usual.expected_ms("read") == 0.0, "it has never read"
+class RecordingLink(FakeLink):
+    """Records the announced times."""
+
+    def __init__(self) -> None:
+        super().__init__("draft-0", deque())
+        self.announced: list[float] = []
+
+    def expect(self, milliseconds: float) -> None:
+        self.announced.append(milliseconds)
+
+
+def test_expected_time_is_the_longest_seen_and_fades(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, link = [0], RecordingLink()
+    monkeypatch.setattr("outrider.protocol.clock.now", lambda: now[0])
+    worker = DraftWorker(link, ReplayDrafter(Script((TEXT,), (0.9,), (0.5,), 100)), FAN_OUT_POLICIES["best-first"])
+    for milliseconds in (10, 50, 10, 10, 0):
+        with worker._timed("grow"):
+            now[0] += milliseconds * 1_000_000
+    with worker._timed("read"):
+        pass
+    assert link.announced[:3] == [0, 10, 50] and link.announced[-1] == 0, "it has never read"
+    assert link.announced[4] == pytest.approx(50 * LATENCY_DECAY**2)
 
 
 def test_each_operation_announces_its_expected_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = VirtualClock()
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
-    announced: list[float] = []
-
-    class RecordingLink(FakeLink):
-        def expect(self, milliseconds: float) -> None:
-            announced.append(round(milliseconds))
 
     class SlowDrafter:
         def __init__(self) -> None:
@@ -62,7 +72,8 @@ def test_each_operation_announces_its_expected_time(monkeypatch: pytest.MonkeyPa
             tree.read = read_slowly
             return tree
 
-    link = RecordingLink("draft-0", deque())
+    link = RecordingLink()
+    announced = link.announced
     worker = DraftWorker(link, SlowDrafter(), FAN_OUT_POLICIES["best-first"])  # type: ignore[arg-type]
     opened = Open("r", 0, 0, np.array(TEXT[:50], np.int32), SamplingParams())
     run_worker(worker, link, [opened, Commit("r", 0, 0, 50, (), (), 2, 4)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.drafters import work_ahead
@@ -95,6 +96,21 @@ def test_failed_request_of_a_batch_does_not_affect_the_others(
         wanted = DraftBatcher().advance(sound)
         assert isinstance(found[1], OutriderError) and "ZeroDivisionError" in str(found[1])
         assert [found[0], found[2]] == [wanted[0], wanted[2]]
+
+
+def test_forwards_that_give_no_branches_are_counted_and_not_kept() -> None:
+    """A drafter that feeds committed tokens for longer than a round gives none for as long as that lasts."""
+    works, together = start_requests(ReplayDrafter(SCRIPT))[:1], DraftBatcher()
+    state = [np.size(value) for value in vars(together).values()]
+    for _ in range(50):
+        works[0].commit((7, 9), BranchTask((4,), 2, 6))
+        assert together.advance(works) == [None]
+    assert [np.size(value) for value in vars(together).values()] == state
+    measured = list[tuple[float, float]]()
+    together.capacity.record_forward = lambda rows, ms: measured.append((rows, ms))  # type: ignore[method-assign]
+    (ready,) = together.advance(works)
+    assert isinstance(ready, ReadyBranches) and len(ready.entries) == 6
+    assert [rows for rows, _ in measured] == [pytest.approx((50 * 3 + 6) / 51)]
 
 
 def points(chain: int, own_gap: float) -> list[ForkPoint | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,9 @@ from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, ReadyBranches
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, start_drafting
+from outrider.protocol.messages import Branch
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import TreeFeed
 from tests.columns import column_tokens
 from tests.drafting import advance, draft_chain, draft_chains
 from tools.simulation.replay import ReplayDrafter, ReplayTree, Script
@@ -173,6 +175,33 @@ def test_no_branch_is_prepared_for_an_eos_outcome() -> None:
     work = work_ahead(eos=(eos,))
     work.commit((), BranchTask((), 2, 12))
     assert all(e.committed[-1] != eos for ready in finish(work) for e in ready.entries)
+
+
+@pytest.mark.parametrize("min_prob", [1.0, 0.01])
+def test_branches_end_with_an_end_token(min_prob: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows it is never verified. The rows go to other branches, and its alternatives are still reported."""
+    fed, feed = list[int](), ReplayTree.feed_together
+
+    def count(trees: Sequence[ReplayTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        fed.extend(len(one.tokens) for one in feeds)
+        return feed(trees, feeds)
+
+    def grow(work: WorkAhead) -> dict[tuple[int, ...], Branch]:
+        return {entry.committed: entry for ready in finish(work) for entry in ready.entries}
+
+    plain = work_ahead()
+    plain.commit((), BranchTask((), 6, 8))
+    outcome, (first, eos, *_) = next((c, e.chain) for c, e in grow(plain).items() if e.chain[0] != e.chain[1])
+    monkeypatch.setattr(ReplayTree, "feed_together", staticmethod(count))
+    work = work_ahead(eos=(eos,))
+    work.commit((), BranchTask((), 6, 8, min_prob=min_prob))
+    found = grow(work)
+    assert found[outcome].chain == (first, eos) and (found[outcome].alternatives is None) == (min_prob == 1)
+    assert all(eos not in e.chain[:-1] and (len(e.chain) == 6 or e.chain[-1] == eos) for e in found.values())
+    assert sum(fed) == sum(len(entry.chain) for entry in found.values())
+    work.commit(outcome, BranchTask((), 6, 8, min_prob=min_prob))
+    again = grow(work)[first,]
+    assert again.chain == (eos,) and (again.alternatives is None) == (min_prob == 1)
 
 
 @pytest.mark.parametrize("forwards", [0, 1, 2, 3, 10])

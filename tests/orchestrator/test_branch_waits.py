@@ -197,9 +197,8 @@ def test_branch_after_its_outcome_is_used_and_counted_as_late() -> None:
     assert [record.decided for record in records] == [None, waited], "from the outcome to the chain"
 
 
-@pytest.mark.parametrize("continues", [False, True])
-def test_branch_that_may_grow_is_prepared_if_the_target_continues_without_it(continues: bool) -> None:
-    """Otherwise the target would verify n-grams after an outcome whose branch has arrived."""
+def push_growing(growing: tuple[Branch, ...], continues: bool = False, eos: int = 99) -> RecordingWorkers:
+    """An unfinished push a little more than a push's time before the outcome of a verify of four tokens."""
     workers = RecordingWorkers()
     workers.target_abilities = Abilities(ngrams=continues)
     scheduler = Scheduler(workers, round_settings(4, 8), lambda event: None, Trace(None))
@@ -209,19 +208,31 @@ def test_branch_that_may_grow_is_prepared_if_the_target_continues_without_it(con
         estimates.observe_depth(8, DEPTH_MS)
         for rows in range(1, 6):
             estimates.observe_verify(rows, VERIFY_MS)
-    scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
+    scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset({eos})), 0)
     first = Branches("r", 0, 0, 3, (Branch((5,), (1, 2, 3, 4)),), Span(0, DEPTH_MS_NS), final=True)
     scheduler.handle([("draft-0", first)], 0)
     scheduler.handle([("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)))], MILLISECOND_NS)
     assert workers.verifies[-1].chain == (1, 2, 3, 4)
     workers.prepares.clear()
-    growing = (Branch((9,), (7,), odds=(0.9,)), Branch((1, 2, 3, 4, 8), (6,), odds=(0.9,)))
     push = Branches("r", 0, 1, 4, growing, Span(0, DEPTH_MS_NS))
     scheduler.handle([("draft-0", push)], int((1 + VERIFY_MS - 1.1 * DEPTH_MS) * MILLISECOND_NS))
+    return workers
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_branch_that_may_grow_is_prepared_if_the_target_continues_without_it(continues: bool) -> None:
+    """Otherwise the target would verify n-grams after an outcome whose branch has arrived."""
+    growing = (Branch((9,), (7,), odds=(0.9,)), Branch((1, 2, 3, 4, 8), (6,), odds=(0.9,)))
+    workers = push_growing(growing, continues)
     if continues:
         assert workers.prepares[-1].row_costs and workers.prepares[-1].committed == ((9,), (1, 2, 3, 4, 8))
     else:
         assert not workers.prepares, "the next push is likely to come in time"
+
+
+def test_no_further_token_is_awaited_after_an_end_token() -> None:
+    growing = (Branch((9,), (7, 6), odds=(0.9, 0.9)), Branch((8,), (7, 5), odds=(0.9, 0.9)))
+    assert [prepare.committed for prepare in push_growing(growing, eos=6).prepares] == [((9,),)]
 
 
 def test_target_continues_by_itself_after_a_miss_with_several_requests() -> None:

@@ -241,6 +241,19 @@ def test_chains_end_before_an_end_token(mode: str) -> None:
     assert max(map(len, chains)) == 3 and not any(eos in chain for chain in itertools.chain(chains, *prepared))
 
 
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_copies_end_before_an_end_token(mode: str) -> None:
+    """Such as that of an earlier message of a conversation."""
+    text = (21, 22, 23, 24, 25, 26, 9) * 4
+    cluster = Cluster(text, script(text, (0.1,)))
+    assert cluster.run(text[:10], 300, mode, eos=frozenset({9})).reason == "eos"
+    assert cluster.generated == list(text[10:14])
+    verified = [message.chain for message in cluster.sent_to_target if isinstance(message, Verify)]
+    prepared = [message.chains for message in cluster.sent_to_target if isinstance(message, Prepare)]
+    chains = [chain for chain in itertools.chain(verified, *prepared) if chain]
+    assert (mode == "ssd" or (25, 26) in chains) and not any(9 in chain for chain in chains)
+
+
 def test_branches_past_an_end_token_are_not_prepared() -> None:
     text = random_text(16)
     cluster = Cluster(text, script(text))

@@ -55,6 +55,15 @@ def test_copy_of_a_loop_continues_past_the_end_of_the_text() -> None:
     assert NgramIndex([1, 2, 3, 1, 2, 3]).lookup(4, then=[1, 2]) == Copy((3, 1, 2, 3), 5)
 
 
+@given(texts, texts, st.integers(0, 12), st.sets(st.integers(0, 3)))
+def test_copy_ends_before_an_end_token(text: list[int], then: list[int], length: int, ends: set[int]) -> None:
+    """Such as that of an earlier message of a conversation: nothing after it is ever verified."""
+    index, whole = NgramIndex(text), NgramIndex(text).lookup(length, then)
+    index.ends = frozenset(ends)
+    count = next((place for place, token in enumerate(whole.chain) if token in ends), length)
+    assert index.lookup(length, then) == Copy(whole.chain[:count], whole.evidence)
+
+
 @given(texts, texts, st.integers(1, 9))
 def test_reading_in_pieces_equals_indexing_at_once(text: list[int], then: list[int], piece: int) -> None:
     long = [9] * INDEX_PIECE_TOKENS + text
@@ -104,6 +113,8 @@ def test_table_is_used_where_the_text_has_no_copy(tmp_path: Path) -> None:
     evidence = MAX_NGRAM_SIZE + 3  # from 0.5 to 0.7
     assert NgramIndex([1, 7], found).lookup(5) == Copy((8, 9), evidence)
     assert NgramIndex([1, 7], found).lookup(1) == Copy((8,), evidence)
+    (index := NgramIndex([1, 7], found)).ends = frozenset({9})
+    assert index.lookup(5) == Copy((8,), evidence)
     assert NgramIndex([1, 7, 5, 1, 7], found).lookup(2) == Copy((5, 1), 2)
     assert NgramIndex([1, 2], found).lookup(5, then=[7, 8]) == Copy((9,), MAX_NGRAM_SIZE + 4)
     assert NgramIndex([9], found).lookup(5) == NgramIndex([], found).lookup(5) == NgramIndex([7]).lookup(5) == Copy()

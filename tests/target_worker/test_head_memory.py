@@ -12,6 +12,7 @@ import pytest
 
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.kv_rows import PairKVRows
 from outrider.drafters.heads.trees import HeadTree
 from outrider.engine.hidden_states import HiddenStates
 from outrider.engine.kv_cache import CacheSlot
@@ -23,7 +24,7 @@ from outrider.target_worker.in_process_drafters import InProcessDrafters, _usabl
 from outrider.target_worker.target_request import TargetRequest
 from outrider.target_worker.worker import TargetWorker
 from tests.drafting import draft_chains
-from tests.system.links import FakeLink, run_worker
+from tests.system.links import FakeLink, VirtualClock, run_worker
 from tests.target_worker.block_heads import convolving_head, parallel_head
 from tests.target_worker.heads import drafter, latent_head, mtp_head, random_head, recurrent_head
 
@@ -109,13 +110,18 @@ def plain_turns(target: LoadedModel) -> tuple[list[int], list[int]]:
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of features that the head read at once."""
     counts: list[int] = []
-    read = HeadTree.read_in_steps
+    read, read_many = HeadTree.read_in_steps, HeadDraft._read_pairs
 
     def counted(self: HeadTree, tokens: Sequence[int], wanted: int = 1) -> Any:
         counts.append(self.kv_rows.features.count)
         return read(self, tokens, wanted)
 
+    def many_counted(self: HeadDraft) -> bool:
+        counts.append(self.features.count)
+        return read_many(self)
+
     monkeypatch.setattr(HeadTree, "read_in_steps", counted)
+    monkeypatch.setattr(HeadDraft, "_read_pairs", many_counted)
     return counts
 
 
@@ -133,6 +139,28 @@ def test_second_turn_reads_only_new_tokens_with_the_state_of_a_full_read(
     assert running.slot.tokens == plain_turns[1]
     assert fed[0] <= len(NEW) + 3
     check_state(chat, running)
+
+
+@pytest.mark.parametrize("make_head", [mtp_head, latent_head, parallel_head])
+def test_reading_a_prompt_does_not_count_as_drafting_time(
+    target: LoadedModel, make_head: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would raise the measured cost of a drafted token."""
+    clock, read = VirtualClock(), PairKVRows._read
+    monkeypatch.setattr("outrider.protocol.clock.now", clock)
+
+    def read_slowly(self: PairKVRows, *pairs: Any) -> None:
+        clock.skip(1_000_000_000)
+        read(self, *pairs)
+
+    monkeypatch.setattr(PairKVRows, "_read", read_slowly)
+    chat = Conversation(target, make_head(target))
+    chat.begin("a", PROMPT)
+    go = Verify("a", 0, 1, len(PROMPT) + 1, Autonomous(LENGTH, InProcess(3)))
+    drafted = [one.drafted for one in run_worker(chat.worker, chat.link, [go]) if one.drafted is not None]
+    assert clock() > 1_000_000_000 and max(draft.span.milliseconds for draft in drafted) < 500
+    assert all(len(draft.chain) == 3 for draft in drafted[:2])
+    check_state(chat, chat.worker._running["a"])
 
 
 def test_changed_turn_is_read_from_the_change_on(target: LoadedModel, fed: list[int]) -> None:

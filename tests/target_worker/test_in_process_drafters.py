@@ -15,7 +15,7 @@ from models.training.draft.ngram_table import save_table
 from outrider.drafters.growth import Continuation
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.mlx import MlxDrafter
-from outrider.drafters.ngrams import NgramDrafter
+from outrider.drafters.ngrams import NgramDraft, NgramDrafter
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReaders
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Autonomous, Halt, InProcess, Open, Outcome, Verify
@@ -23,7 +23,7 @@ from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, PRIOR_COPIED, NgramTabl
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.target_worker import in_process_drafters
-from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
+from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel, propose
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, drafted_chain, run_worker
 from tests.target_worker.heads import (
@@ -48,14 +48,20 @@ def four_drafters(target: LoadedModel) -> InProcessDrafters:
 
 
 def run(
-    target: LoadedModel, own: InProcessDrafters, turns: list[str], temp: float, requests: int = 1
+    target: LoadedModel,
+    own: InProcessDrafters,
+    turns: list[str],
+    temp: float,
+    requests: int = 1,
+    eos: tuple[int, ...] = (),
+    min_prob: float = 1.0,
 ) -> dict[str, list[tuple[str, Outcome]]]:
     """Runs requests for which the drafters in `turns` draft in turn, for request n from the nth on.
 
     Returns for each request the drafter's name and the outcome of each round.
     """
     opens = [
-        Open(str(n), 0, 0, np.array(prompt, np.int32), SamplingParams(temp=temp, seed=n if temp else None))
+        Open(str(n), 0, 0, np.array(prompt, np.int32), SamplingParams(temp=temp, seed=n if temp else None), eos)
         for n, prompt in enumerate(PROMPTS[:requests])
     ]
     link = FakeLink("target-0", deque(opens))
@@ -66,7 +72,7 @@ def run(
         messages, names = [], {request: next(each) for request, each in by.items()}
         for request, name in names.items():
             running = worker._running[request]
-            at, draft = len(running.slot.tokens), InProcess(DEPTH, name, row_costs=FREE_ROWS) if name else None
+            at, draft = len(running.slot.tokens), InProcess(DEPTH, name, min_prob, FREE_ROWS) if name else None
             messages += [Verify(request, 0, running.round + 1, at, Autonomous(9, draft))]
             messages += [Halt(request, 0)]
         for one in run_worker(worker, link, messages):
@@ -76,7 +82,13 @@ def run(
 
 
 def texts(rounds: list[tuple[str, Outcome]]) -> list[int]:
-    return [token for _, a in rounds for token in [*drafted_chain(a)[: a.accepted], a.bonus]]
+    return [token for _, a in rounds for token in [*accepted(a), a.bonus]]
+
+
+def accepted(outcome: Outcome) -> list[int]:
+    """The accepted tokens of a chain, or of a tree."""
+    chain = drafted_chain(outcome)
+    return [chain[node] for node in outcome.path or range(outcome.accepted)]
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
@@ -88,6 +100,24 @@ def test_text_is_the_targets_own_with_any_drafter_in_any_round(target: LoadedMod
         assert texts(rounds)[:LENGTH] == texts(alone[request])[:LENGTH]
     drafted = {name for rounds in found.values() for name, a in rounds if drafted_chain(a)}
     assert drafted == {"token", "draft", "feature", "mtp"}
+
+
+@pytest.mark.parametrize("min_prob", [1.0, 0.01])
+@pytest.mark.parametrize("name", ["token", "draft", "ngram"])
+def test_drafts_end_before_an_end_token(target: LoadedModel, name: str, min_prob: float, tmp_path: Path) -> None:
+    """If the target chooses it, the text ends there in any case, and later tokens don't count."""
+    alone = texts(run(target, InProcessDrafters({}), [""], 0.0)["0"])
+    written = [*PROMPTS[0], *alone]
+    known = {tuple(written[at : at + 2]): (written[at + 2], 0.9) for at in range(len(written) - 2)}
+    save_table(tmp_path / "table", known, {})
+    own = InProcessDrafters(
+        {**four_drafters(target).drafters, "ngram": NgramDrafter(NgramTable.load(tmp_path / "table"))}
+    )
+    found = [run(target, own, [name], 0.0, 1, eos, min_prob)["0"] for eos in ((), tuple(alone[4:14:3]))]
+    drafted = [[{*drafted_chain(outcome)} for _, outcome in rounds] for rounds in found]
+    assert all(texts(rounds)[:LENGTH] == alone[:LENGTH] for rounds in found)
+    assert any(drafted[1]) and any(tokens & {*alone[4:14:3]} for tokens in drafted[0])
+    assert not any(tokens & {*alone[4:14:3]} for tokens in drafted[1])
 
 
 def test_head_that_can_not_open_its_tree_ends_only_its_own_drafting(
@@ -123,23 +153,29 @@ def test_ngrams_of_a_table_change_no_token_and_save_rounds(target: LoadedModel, 
         assert any(drafted_chain(outcome) for rounds in found.values() for _, outcome in rounds)
 
 
+def copy(draft: NgramDraft, text: list[int]) -> tuple[int, ...]:
+    (found,) = propose([draft.turn(text, InProcess(2, row_costs=FREE_ROWS))])
+    assert isinstance(found, Continuation)
+    return found.chain
+
+
 def test_copy_is_proposed_where_a_text_repeats() -> None:
-    draft = NgramDrafter().open_draft()
-    assert draft.set_text([1, 2, 3, 4, 1, 2], FREE_ROWS).continuation(2) == Continuation((3, 4))
-    assert draft.set_text([1, 2, 3, 4, 1, 2, 9], FREE_ROWS).continuation(2) == Continuation()
+    draft = NgramDraft(NgramDrafter())
+    assert copy(draft, [1, 2, 3, 4, 1, 2]) == (3, 4)
+    assert copy(draft, [1, 2, 3, 4, 1, 2, 9]) == ()
 
 
 def test_text_that_is_set_twice_is_indexed_and_judged_once() -> None:
     drafter = NgramDrafter()
-    draft, text = drafter.open_draft(), [1, 2, 3, 4, 1, 2]
-    found = [draft.set_text(text, FREE_ROWS).continuation(2).chain for _ in range(2)]
+    draft, text = NgramDraft(drafter), [1, 2, 3, 4, 1, 2]
+    found = [copy(draft, text) for _ in range(2)]
     assert found == [(3, 4)] * 2 and drafter.acceptance.rate(2, 0) == PRIOR_COPIED
 
 
 def test_long_prompt_is_indexed_over_several_rounds() -> None:
-    draft = NgramDrafter().open_draft()
+    draft = NgramDraft(NgramDrafter())
     text = [*range(4 * INDEX_PIECE_TOKENS), *range(800, 804)]
-    found = [draft.set_text(text[: len(text) - 3 + n], FREE_ROWS).continuation(2).chain for n in range(4)]
+    found = [copy(draft, text[: len(text) - 3 + n]) for n in range(4)]
     assert found[0] == () and found[-1] == (804, 805)
 
 
