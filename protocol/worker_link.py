@@ -365,11 +365,12 @@ class WorkerLoop(ABC, Generic[Request]):
             self._release(running, discard)
             self._report()
 
-    def _fail(self, request: str | None, error: OutriderError, number: int | None = None) -> None:
-        """Ends the request, in round `number`; the worker continues."""
+    def _fail(self, about: object, error: OutriderError, number: int | None = None) -> None:
+        """Ends the request that `about`, a message or its state, names, in round `number`; the worker continues."""
+        request, epoch = getattr(about, "request", None), getattr(about, "epoch", 0)
         log.warning("request %s failed: %s", request, error, extra={"request": request, "round": number})
         self._close(request or "", discard=True)
-        self._link.send(Fault(request, str(error)))
+        self._link.send(Fault(request, str(error), epoch=epoch))
 
     def _close_silent(self, waits_since_ns: Callable[[Request], float]) -> None:
         """Closes requests that have waited for a message for a long time, because their CLOSE must have been lost."""
