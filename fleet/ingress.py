@@ -137,10 +137,9 @@ class EngineLeases:
             async with asyncio.timeout(LEASE_TIMEOUT_SECONDS):
                 place: EngineAddress = await anext(response)
                 return place
-        except TimeoutError:
-            self._selector.mark_silent(kind)
-            raise EndpointError(NO_ENGINE_MESSAGE) from None
-        except (RayError, RayServeException):
+        except (TimeoutError, RayError, RayServeException) as error:
+            if isinstance(error, TimeoutError):
+                self._selector.mark_silent(kind)
             raise EndpointError(NO_ENGINE_MESSAGE) from None
 
 

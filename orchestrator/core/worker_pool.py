@@ -295,9 +295,10 @@ class WorkerPool:
                 )
 
     def _on_hello(self, identity: bytes, hello: Hello, key: str) -> None:
-        """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO changes nothing."""
+        """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO is answered again, because
+        WELCOME may have been lost."""
         worker = self._registry.at(identity)
-        if worker is not None and worker.state not in ("starting", "restarting"):
+        if worker is not None and worker.state not in ("starting", "restarting") and hello != worker.hello:
             self.rejected += 1
             return
         why = self._registry.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
@@ -310,7 +311,7 @@ class WorkerPool:
             return
         worker = worker or self._registry.join(hello, key)
         worker.hello, worker.state, worker.fault, worker.heartbeat = hello, "ready", "", Heartbeat()
-        worker.entered_ns = clock.now()
+        worker.entered_ns, worker.kv_limit = clock.now(), 0
         self._arrived.append(worker)
         self._send(identity, Welcome(worker.name, round(1000 * self.ping_interval_s)))
         self._share_memory()

@@ -42,6 +42,7 @@ from outrider.protocol.messages import (
     Drafted,
     Fault,
     Hello,
+    KvMemory,
     Loading,
     Message,
     Outcome,
@@ -354,7 +355,19 @@ def test_second_peer_with_the_incarnation_of_a_worker_is_ignored(harness: PoolHa
     assert harness.received == [] and harness.pool.target_context == 100
 
 
-def test_repeated_hello_changes_nothing(harness: PoolHarness) -> None:
+def test_repeated_hello_is_answered_again(harness: PoolHarness) -> None:
+    """WELCOME may have been lost with its connection; without another the worker would end after some seconds."""
+    joined = Peer(harness, "draft", 77)
+    joined.kv = KvCost(1, 1)
+    first = [joined.hello("mini"), joined.receive()]
+    assert first[0] == welcome("mini") and isinstance(first[1], KvMemory) and first[1].limit
+    harness.pass_time(LOST_AFTER_PINGS - 1)
+    assert [joined.hello("mini"), joined.receive()] == first
+    assert harness.pass_time(1) == [] and harness.states()["mini"] == "ready"
+    assert harness.pool.rejected == 0
+
+
+def test_hello_with_another_model_of_a_worker_that_is_ready_changes_nothing(harness: PoolHarness) -> None:
     target = harness.worker("target-0")
     target.send(Hello("target", "target-0", target.incarnation, 1, "mlx", "another", 10, 5, 1, 1))
     harness.settle()
