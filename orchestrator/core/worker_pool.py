@@ -29,8 +29,6 @@ from outrider.orchestrator.core.worker_registry import (
     Worker,
     WorkerLoss,
     WorkerRegistry,
-    feature_mismatch,
-    is_kv_compatible,
 )
 from outrider.orchestrator.events import KVBudget, ModelVocabulary, kv_budget
 from outrider.orchestrator.settings import ServeSettings
@@ -164,10 +162,8 @@ class WorkerPool:
         return {worker.name for worker in self._registry.ready("draft")}
 
     def prefill_workers(self) -> set[str]:
-        """Returns the ready prefill workers whose keys and values the target can take over."""
-        target = self.hello(TARGET_NAME)
-        ready = self._registry.ready("prefill") if target.abilities.takes_kv else []
-        return {worker.name for worker in ready if worker.hello and is_kv_compatible(worker.hello, target)}
+        """Returns the names of the prefill workers that are ready."""
+        return {worker.name for worker in self._registry.ready("prefill")}
 
     def hello(self, name: str) -> Hello:
         """Returns a worker's description; an empty one before it has sent its own."""
@@ -184,6 +180,7 @@ class WorkerPool:
     def set_vocabulary(self, language: ModelVocabulary) -> None:
         """Sets the vocabulary of this cluster, which must also be that of a joining drafter."""
         self._registry.language = language
+        self._dismiss_misfits()
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -319,12 +316,11 @@ class WorkerPool:
         self._dismiss_misfits()
 
     def _dismiss_misfits(self) -> None:
-        """Dismisses drafters that read other features than the target provides."""
-        for worker in self._registry.all() if self.has_target() else ():
-            why = feature_mismatch(self.hello(worker.name), self.hello(TARGET_NAME)) if worker.entered else ""
+        """Dismisses workers that joined before the target was known and can't work for it."""
+        for worker in self._registry.all():
+            why = self._registry.misfit_reason(self.hello(worker.name)) if worker.entered else ""
             if why:
-                log.warning("%s", why)
-                self._supervisor.dismiss(worker, why)
+                self._supervisor.dismiss(worker, f"{worker} is dismissed: {why}")
 
     def _share_memory(self) -> None:
         """Sends all workers their share of the memory for texts."""

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from msgspec import structs
 
 from outrider.orchestrator.core import supervisor
 from outrider.orchestrator.core.worker_pool import WorkerPool
@@ -25,7 +24,6 @@ from outrider.orchestrator.core.worker_registry import (
     MAX_WORKERS,
     UNKNOWN_STALL_RATIO,
     WorkerLoss,
-    is_kv_compatible,
 )
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
@@ -112,11 +110,9 @@ class Peer:
     def send(self, message: Message) -> None:
         self.socket.send_multipart(encode(message))
 
-    def hello(
-        self, name: str = "", model: str = "m", context: int = 100, files: str = "", features: str = ""
-    ) -> Message:
+    def hello(self, name: str = "", model: str = "m", context: int = 100, **others: Any) -> Message:
         fields = (self.role, name, self.incarnation, 1, "mlx", model, 10, context, 1, 1000)
-        self.send(Hello(*fields, kv=self.kv, files=files, features=features))
+        self.send(Hello(*fields, kv=self.kv, **{"abilities": Abilities(takes_kv=True), **others}))
         return self.receive()
 
     def receive(self) -> Message:
@@ -846,15 +842,17 @@ def test_head_with_mismatched_target_features_is_refused(harness: PoolHarness, f
 
 
 def test_dismissed_head_learns_the_reason_when_it_comes_back(harness: PoolHarness) -> None:
-    target = Peer(harness, "target", harness.spawned["target-0"][0])
-    target.hello("target-0", features="head a at 1,2 of m")
     remote = Peer(harness, "draft", 9)
     assert remote.hello("studio", features="head b at 1,2 of m") == welcome("studio")
+    target = Peer(harness, "target", harness.spawned["target-0"][0])
+    target.hello("target-0", features="head a at 1,2 of m")
     [loss] = harness.losses()
     assert "expected the same head" in loss.why and remote.receive_shutdown().reason == loss.why
     assert harness.arrived == ["target-0"], "requests do not use it"
-    again = remote.hello("studio", features="head b at 1,2 of m")
+    again = remote.hello("studio")
     assert isinstance(again, Shutdown) and loss.why in again.reason
+    other = Peer(harness, "draft", 10).hello("mini", features="head b at 1,2 of m")
+    assert isinstance(other, Shutdown) and "expected the same head" in other.reason
 
 
 def test_joined_drafter_is_not_restarted(harness: PoolHarness) -> None:
@@ -1026,16 +1024,37 @@ def test_work_times_of_a_local_worker_are_not_converted(harness: PoolHarness) ->
     assert harness.received[-1][1] == Branches("r", 0, 0, 1, (), Span(5, 6))
 
 
-def test_prompts_of_a_quantized_target_need_the_same_kernels() -> None:
+@pytest.mark.parametrize(
+    ("target_format", "number_format", "files", "why"),
+    [
+        ("int8-avx2", "int8-avx2", "f", ""),
+        ("int8-avx2", "int8-arm64", "f", "expected --cpu-kernels mlx on both, or CPUs of one kind"),
+        ("int8-avx2", "int8-avx2", "g", "expected the same files on both"),
+        ("float32", "int8-arm64", "f", ""),
+        ("float32", "", "f", ""),
+    ],
+)
+@pytest.mark.parametrize("early", [False, True], ids=["after the target", "before the target"])
+def test_prompts_of_a_quantized_target_need_the_same_kernels(
+    harness: PoolHarness, target_format: str, number_format: str, files: str, why: str, early: bool
+) -> None:
     """Another CPU's keys and values differ in bits, and in a quantized forward that may change more than near-ties."""
-    made = Hello(
-        "target", "target-0", 1, 1, "mlx", "m", 10, 100, 1, 1, files="f", number_format="int8-onnxruntime-avx2"
-    )
-    same, other = (
-        structs.replace(made, role="prefill"),
-        structs.replace(made, role="prefill", number_format="int8-onnxruntime-arm64"),
-    )
-    assert is_kv_compatible(same, made) and not is_kv_compatible(other, made)
-    assert not is_kv_compatible(structs.replace(same, files="g"), made)
-    exact = structs.replace(made, number_format="float32")
-    assert is_kv_compatible(other, exact) and is_kv_compatible(structs.replace(same, number_format=""), exact)
+    target, reader = Peer(harness, "target", harness.spawned["target-0"][0]), Peer(harness, "prefill", 9)
+    hellos = [(target, "target-0", "f", target_format), (reader, "studio", files, number_format)]
+    for peer, name, own_files, own_format in hellos[:: -1 if early else 1]:
+        answer = peer.hello(name, files=own_files, number_format=own_format)
+    assert harness.pool.prefill_workers() == (set() if why else {"studio"})
+    if why:
+        reason = reader.receive_shutdown().reason if early and harness.losses() else answer.reason  # type: ignore[union-attr]
+        assert why in reason
+
+
+def test_prefill_worker_of_a_target_that_must_read_its_prompts_itself_is_dismissed(
+    make_harness: Callable[..., PoolHarness],
+) -> None:
+    harness = make_harness(prefill_workers=1)
+    harness.worker("prefill-0")
+    Peer(harness, "target", harness.spawned["target-0"][0]).hello("target-0", abilities=Abilities())
+    [loss] = harness.losses()
+    assert "prefill-0 is dismissed: the target of this cluster must read its prompts itself" in loss.why
+    assert harness.states()["prefill-0"] == "refused" and not harness.pool.prefill_workers()
