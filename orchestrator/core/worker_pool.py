@@ -306,7 +306,9 @@ class WorkerPool:
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will report it
             return
-        worker = worker or self._registry.join(hello, key)
+        if worker is None:
+            worker = self._registry.join(hello, key)
+            self.router.warn("%s has joined, with the model %s", worker, hello.model)
         worker.hello, worker.state, worker.fault, worker.heartbeat = hello, "ready", "", Heartbeat()
         worker.entered_ns, worker.kv_limit = clock.now(), 0
         self._arrived.append(worker)

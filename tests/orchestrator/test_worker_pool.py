@@ -407,6 +407,16 @@ def test_awaited_target_that_does_not_return_is_given_up(
     assert loss.fatal and "none has joined in its place for 10 minutes" in loss.why and harness.losses() == []
 
 
+def test_worker_that_joins_is_logged_once(harness: PoolHarness, caplog: pytest.LogCaptureFixture) -> None:
+    """At the default level, as its loss is; the workers that the server starts are not."""
+    harness.worker("target-0")
+    joined = Peer(harness, "draft", 77)
+    joined.hello("mini", model="/models/draft")
+    joined.hello("mini", model="/models/draft")
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert lines == ["draft worker mini has joined, with the model /models/draft"]
+
+
 def test_joining_drafter_keeps_a_free_name_or_gets_one(harness: PoolHarness) -> None:
     harness.worker("draft-0")
     assert Peer(harness, "draft", 1).hello("studio") == welcome("studio")
