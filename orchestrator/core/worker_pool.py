@@ -170,10 +170,6 @@ class WorkerPool:
         worker = self._registry.named(name)
         return worker.hello if worker and worker.hello else EMPTY_HELLO
 
-    def has_target(self) -> bool:
-        target = self._registry.named(TARGET_NAME)
-        return target is not None and target.entered
-
     def stats(self) -> tuple[WorkerStats, ...]:
         return tuple(worker.stats() for worker in self._registry.all())
 

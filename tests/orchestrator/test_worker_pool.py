@@ -209,6 +209,10 @@ class PoolHarness:
     def ready(self) -> bool:
         return is_serving(self.pool.stats())
 
+    @property
+    def has_target(self) -> bool:
+        return self.states().get("target-0") in ("ready", "frozen")
+
     def states(self) -> dict[str, str]:
         return {worker.name: worker.state for worker in self.pool.stats()}
 
@@ -262,10 +266,10 @@ def harness(make_harness: Callable[..., PoolHarness]) -> PoolHarness:
 
 
 def test_a_cluster_is_ready_with_the_workers_it_started(harness: PoolHarness) -> None:
-    assert not harness.ready and not harness.pool.has_target()
+    assert not harness.ready and not harness.has_target
     harness.worker("target-0")
     harness.worker("draft-0")
-    assert harness.ready and harness.pool.has_target() and harness.pool.drafters() == {"draft-0"}
+    assert harness.ready and harness.has_target and harness.pool.drafters() == {"draft-0"}
 
 
 def test_cluster_starts_without_a_draft_model_that_cannot_draft(harness: PoolHarness) -> None:
@@ -490,7 +494,7 @@ def test_silent_drafter_is_not_used_until_it_answers_again(
 def test_silent_target_is_frozen_until_it_answers_again(harness: PoolHarness) -> None:
     target, draft = harness.worker("target-0"), harness.worker("draft-0")
     assert harness.pass_time(LOST_AFTER_PINGS - 1, draft) == []
-    assert harness.states()["target-0"] == "frozen" and harness.pool.has_target()
+    assert harness.states()["target-0"] == "frozen" and harness.has_target
     harness.pass_time(1, target, draft)
     assert harness.states()["target-0"] == "ready"
 
@@ -622,7 +626,7 @@ def test_dead_worker_is_restarted_in_its_place(harness: PoolHarness, name: str) 
         and harness.pool.target_context == 100
         and harness.pool.kv_budget == budget
     )
-    assert harness.pool.has_target() is harness.ready is (name != "target-0")
+    assert harness.has_target is harness.ready is (name != "target-0")
     harness.arrived.clear()
     harness.worker(name)
     assert harness.losses() == [] and harness.arrived == [name] and harness.ready
@@ -726,7 +730,7 @@ def test_draft_and_prefill_workers_are_restarted_without_limit(
     for wait_s in (0.25, 0.5, 1, 2, 4, 8, 16, 32, *[60] * 40):
         harness.spawned[name][1].code = code
         (loss,) = harness.losses()
-        assert not loss.fatal and harness.pool.has_target() and harness.states()[name] == "restarting"
+        assert not loss.fatal and harness.has_target and harness.states()[name] == "restarting"
         before = len(harness.starts)
         wait(harness, wait_s - 0.01)
         assert len(harness.starts) == before
@@ -755,7 +759,7 @@ def test_drafter_with_repeated_identical_load_failures_is_given_up(harness: Pool
     assert not any(loss.fatal for loss in fail_loading(harness, reason="no model at /x", times=4))
     assert harness.states()["draft-0"] == "restarting"
     (last,) = fail_loading(harness, reason="no model at /x")
-    assert not last.fatal and harness.states()["draft-0"] == "lost" and harness.pool.has_target()
+    assert not last.fatal and harness.states()["draft-0"] == "lost" and harness.has_target
     assert last.why == "no model at /x; it died 6 times in a row, and it is not started again"
     assert harness.pool.notes() == [f"no draft model: {last.why}"] and harness.ready
     before = len(harness.starts)
@@ -831,7 +835,7 @@ def test_restarted_worker_with_another_model_is_refused(harness: PoolHarness) ->
     other = Peer(harness, "target", harness.spawned["target-0"][0])
     answer = other.hello("target-0", context=99)
     assert isinstance(answer, Shutdown) and "came back with another model" in answer.reason
-    assert not harness.pool.has_target() and harness.pool.target_context == 100
+    assert not harness.has_target and harness.pool.target_context == 100
     assert "came back with another model" in kill(harness, "target-0")[0].why
 
 
