@@ -131,17 +131,16 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         if message is None:
             self._forward(working)
         else:
-            self._run_or_fail(getattr(message, "request", None), partial(self._handle, message))
+            self._run_or_fail(message, partial(self._handle, message))
         return True
 
-    def _run_or_fail(self, request: str | None, task: Callable[[], None]) -> None:
-        """Runs a task of this request, and ends the request if it fails."""
+    def _run_or_fail(self, about: Message, task: Callable[[], None]) -> None:
+        """Runs a task of the request that `about` names, and ends the request if it fails."""
         try:
             with wrap_model_errors("the drafter's forward"):
                 task()
         except OutriderError as error:
-            running = self._running.get(request or "")
-            self._fail(request, error, running.newest.round if running is not None else None)
+            self._fail(about, error, getattr(about, "round", None))
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -214,7 +213,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         others = [running for running in working if not running.work.must_read]
         if reading and (not others or self._forwards_since_read >= _MAX_FORWARDS_BETWEEN_PIECES):
             self._forwards_since_read = 0
-            self._run_or_fail(reading[0].newest.request, partial(self._read, reading[0]))
+            self._run_or_fail(reading[0].newest, partial(self._read, reading[0]))
             return
         self._forwards_since_read += 1
         owed = [running for running in others if running.owes_draft]
@@ -267,7 +266,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         peak_bytes = self._memory.bytes() if self._memory is not None else 0
         for running, result in zip(requests, results, strict=True):
             if isinstance(result, OutriderError):
-                self._fail(running.newest.request, result, running.newest.round)
+                self._fail(running.newest, result, running.newest.round)
             elif result is not None:
                 self._link.send(running.answer(result, work, peak_bytes))
 

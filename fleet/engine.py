@@ -246,7 +246,13 @@ class EngineActor:
         return self._place, await self._client.stats()
 
     async def check_health(self) -> None:
-        """Called by Serve. Also removes leases of ingresses that were killed, which Ray does not report."""
+        """Called by Serve. Also removes leases of ingresses that were killed, which Ray does not report.
+
+        Raises:
+            EndpointError: the server hangs.
+            KeyFault: it refuses this side's key.
+        """
+        await self._client.stats()
         for ingress_key in list(self._gone):
             if not await asyncio.to_thread(ingress_key.is_alive):
                 self._gone.pop(ingress_key).set()
@@ -277,11 +283,6 @@ class PlacedEngine(EngineActor):
         host = ray.get_runtime_context().get_node_id()
         place = EngineAddress(self._cluster.endpoint, keyring.key, self._cluster.own_endpoint, host)
         super().__init__(place, keyring)
-
-    async def check_health(self) -> None:
-        """Raises EndpointError if the server hangs."""
-        await self._client.stats()
-        await super().check_health()
 
 
 class AttachedEngine(EngineActor):

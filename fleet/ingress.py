@@ -34,7 +34,7 @@ from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import EndpointError, ServerStopped
+from outrider.protocol.errors import EndpointError, KeyFault, ServerStopped
 from outrider.protocol.messages import Stats
 from outrider.protocol.stats import add_counts
 from outrider.server.__main__ import DRAIN_SECONDS, uvicorn_config
@@ -104,7 +104,7 @@ class EngineLeases:
         client.
 
         Raises:
-            EndpointError: no engine answers.
+            EndpointError: no engine answers, or the engine refuses this ingress.
             ServerStopped: the engine ends before `ask` does.
         """
         kind = self._selector.choose(session)
@@ -115,9 +115,11 @@ class EngineLeases:
                 place = await self._first_address(response, kind)
                 stopped = ServerStopped("the engine stopped during this request; send it again")
                 await run_unless(_wait_until_gone(response), stopped, ask(self._client_for(place)))
-        except (EndpointError, ServerStopped):
+        except (EndpointError, ServerStopped, KeyFault) as error:
             if place is not None:
                 self._selector.mark_lost(kind, place)
+            if isinstance(error, KeyFault):
+                raise EndpointError(f"the engine refuses this ingress: {error}") from None
             raise
         finally:
             response.cancel()
@@ -137,10 +139,9 @@ class EngineLeases:
             async with asyncio.timeout(LEASE_TIMEOUT_SECONDS):
                 place: EngineAddress = await anext(response)
                 return place
-        except TimeoutError:
-            self._selector.mark_silent(kind)
-            raise EndpointError(NO_ENGINE_MESSAGE) from None
-        except (RayError, RayServeException):
+        except (TimeoutError, RayError, RayServeException) as error:
+            if isinstance(error, TimeoutError):
+                self._selector.mark_silent(kind)
             raise EndpointError(NO_ENGINE_MESSAGE) from None
 
 

@@ -55,7 +55,7 @@ class CurveAuth:
         try:
             allowed = self._keyring.allowed()
         except KeyFault as fault:
-            log.error("no client is accepted: %s", fault)
+            log.error("no key is accepted: %s", fault)
             return False
         return key not in self._refused and any((entry.role, entry.key) == (role, key) for entry in allowed)
 

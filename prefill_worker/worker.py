@@ -34,7 +34,7 @@ Pieces = Generator[list[PromptKv]]
 log = logging.getLogger(__name__)
 
 
-class PrefillWorker(WorkerLoop[Pieces]):
+class PrefillWorker(WorkerLoop[tuple[Prefill, Pieces]]):
     """Reads prompts from `link` with `reader` until SHUTDOWN; the first one is read, the others wait for their turn."""
 
     def __init__(self, link: Link, reader: MlxReader | CoreMLReader) -> None:
@@ -46,10 +46,10 @@ class PrefillWorker(WorkerLoop[Pieces]):
         message = self._link.receive(wait=not self._running)
         match message:
             case None:
-                self._continue_reading(*next(iter(self._running.items())))
+                self._continue_reading(*next(iter(self._running.values())))
             case Prefill():
                 self._close(message.request)
-                self._running[message.request] = self._reader.read(message)
+                self._running[message.request] = message, self._reader.read(message)
             case Close():
                 self._close(message.request)
             case KvMemory():
@@ -61,20 +61,20 @@ class PrefillWorker(WorkerLoop[Pieces]):
                 log.warning("a prefill worker can't handle %s", type(message).__name__)
         return True
 
-    def _continue_reading(self, request: str, reading: Pieces) -> None:
+    def _continue_reading(self, task: Prefill, reading: Pieces) -> None:
         try:
             with wrap_model_errors("the prefill worker's forward"):
                 pieces = next(reading, None)
         except OutriderError as error:
-            self._fail(request, error)
+            self._fail(task, error)
             return
         for piece in pieces or ():
             self._link.send(piece)
         if pieces is None:
-            self._close(request)
+            self._close(task.request)
 
-    def _release(self, running: Pieces, discard: bool) -> None:
-        running.close()
+    def _release(self, running: tuple[Prefill, Pieces], discard: bool) -> None:
+        running[1].close()
 
 
 class MlxReader:

@@ -375,9 +375,12 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT
     """
     with monitored_socket(_HANDSHAKE_EVENTS) as (socket, monitor):
         connect(socket, endpoint, keys)
-        if not monitor.poll(int(1000 * seconds)):
-            raise EndpointError(f"no answer from {endpoint} within {seconds:g} s; expected a running server there")
-        event, _, _ = receive_event(monitor)
+        for _ in range(2):  # one handshake may have been cut
+            if not monitor.poll(int(1000 * seconds)):
+                raise EndpointError(f"no answer from {endpoint} within {seconds:g} s; expected a running server there")
+            event, _, _ = receive_event(monitor)
+            if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                break
     if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
         known = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         if not known and not _is_greeted(parse_endpoint(endpoint)):

@@ -107,8 +107,8 @@ class OrchestratorGone(Exception):
 class WorkerLink(AbstractContextManager["WorkerLink"]):
     """A worker's connection to the orchestrator. A context manager, for the thread that does the work.
 
-    `incarnation` and `parent_fd` are given to a spawned worker; one that was started by hand draws its incarnation and
-    has no parent. `keys`: for endpoints that require keys.
+    `incarnation` and `parent_fd` are given to a worker that the orchestrator spawned. One that was started by hand, or
+    by a fleet, draws its incarnation; a fleet gives it a parent. `keys`: for endpoints that require keys.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._connect(endpoint, routing_id(self.incarnation))
         self._socket.setsockopt(zmq.RCVTIMEO, IDLE_POLL_MS)
-        if parent_fd is None:
-            self._socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)  # if it is refused, sending would block forever
         self._endpoint = endpoint
-        self._by_hand = parent_fd is None
+        self._by_hand = parent_fd is None or incarnation is None
+        if self._by_hand:
+            self._socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)  # if it is refused, sending would block forever
         self._has_joined = False
         self._pings = self._pings_known = self._waits = 0
         self._max_waits = MAX_SILENT_WAITS
@@ -146,7 +146,7 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
     def enter(self, hello: Hello) -> None:
         """Sends HELLO and waits for WELCOME; from then on pings are answered, and `name` is the assigned name.
 
-        Called again after the orchestrator was lost: a new one may answer, or the old one, which knows this worker.
+        Called again after the orchestrator was lost: a new one may answer, or the old one, if it was only paused.
 
         Raises:
             WorkerError: the cluster rejected this worker; the message has its reason.
@@ -160,14 +160,16 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
                 self._probe()
                 self.send(hello)
             polls += 1
-            if self._pings != self._pings_known:
-                return
             if not self._arrived:
                 self._fetch(wait=True, entering=True)
             match self._arrived.popleft() if self._arrived else None:
                 case Welcome(name=name, ping_ms=ping_ms):
+                    self.name, self._waits = name, 0
                     self._max_waits = max(MAX_SILENT_WAITS, MAX_OVERDUE_PINGS * ping_ms // IDLE_POLL_MS)
-                    self._on_welcome(name)
+                    log.info("%s has joined the server at %s", name, self._endpoint)
+                    if not self._has_joined:
+                        self._has_joined = True
+                        threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()
                     return
                 case Shutdown(reason=""):
                     sys.exit(0)
@@ -180,13 +182,6 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
         if self._keys is not None and self._has_joined:
             with suppress(EndpointError):  # a server may still start
                 probe(self._endpoint, self._keys)
-
-    def _on_welcome(self, name: str) -> None:
-        self.name, self._waits = name, 0
-        log.info("%s has joined the server at %s", name, self._endpoint)
-        if not self._has_joined:
-            self._has_joined = True
-            threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()
 
     def failed(self, error: OutriderError) -> int:
         """Reports to the orchestrator and the log why this worker ends; returns the exit code."""
@@ -233,7 +228,6 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
         message = self._arrived.popleft()
         if isinstance(message, Shutdown) and message.reason:
             if self._by_hand:
-                self._pings_known = self._pings
                 raise OrchestratorGone(f"the cluster dismissed this worker: {message.reason}")
             log.error("the cluster dismissed this worker: %s", message.reason)
         return message
@@ -248,20 +242,21 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
             self._pings_known, self._waits = self._pings, 0
         self._waits += 1
         if self._waits >= self._max_waits:
-            self._waits = 0
             raise OrchestratorGone(f"the cluster at {self._endpoint} no longer answers")
 
     def _fetch(self, wait: bool, entering: bool = False) -> bool:
         """Receives messages that were sent together; invalid frames are logged and dropped. Returns whether any came.
 
-        A wait ends after `IDLE_POLL_MS`, so that the progress counter moves.
+        A wait ends after `IDLE_POLL_MS`, so that the progress counter moves. A WELCOME to a worker that is not
+        `entering` answers a repeated HELLO, and is dropped.
 
         Raises:
             WorkerError: the cluster that this worker is `entering` has another protocol version.
         """
         self._progress += 1
         try:
-            self._arrived += decode_all(self._socket.recv_multipart(0 if wait else zmq.NOBLOCK))
+            messages = decode_all(self._socket.recv_multipart(0 if wait else zmq.NOBLOCK))
+            self._arrived += (one for one in messages if entering or not isinstance(one, Welcome))
         except zmq.Again:
             return False
         except ProtocolError as error:
@@ -322,9 +317,6 @@ def end_with_parent(fd: int, grace_seconds: float = EXIT_GRACE_SECONDS) -> None:
 class Link(Protocol):
     """The part of `WorkerLink` that every worker needs."""
 
-    @property
-    def name(self) -> str: ...
-
     def send(self, message: Message) -> None: ...
 
     def receive(self, wait: bool) -> Message | None: ...
@@ -368,11 +360,12 @@ class WorkerLoop(ABC, Generic[Request]):
             self._release(running, discard)
             self._report()
 
-    def _fail(self, request: str | None, error: OutriderError, number: int | None = None) -> None:
-        """Ends the request, in round `number`; the worker continues."""
+    def _fail(self, about: object, error: OutriderError, number: int | None = None) -> None:
+        """Ends the request that `about`, a message or its state, names, in round `number`; the worker continues."""
+        request, epoch = getattr(about, "request", None), getattr(about, "epoch", 0)
         log.warning("request %s failed: %s", request, error, extra={"request": request, "round": number})
         self._close(request or "", discard=True)
-        self._link.send(Fault(request, str(error)))
+        self._link.send(Fault(request, str(error), epoch=epoch))
 
     def _close_silent(self, waits_since_ns: Callable[[Request], float]) -> None:
         """Closes requests that have waited for a message for a long time, because their CLOSE must have been lost."""

@@ -227,14 +227,14 @@ class TargetWorker(WorkerLoop[TargetRequest]):
                 case _:
                     log.warning("a target can't handle %s", type(message).__name__)
         except OutriderError as error:
-            self._fail_request(getattr(message, "request", None), error)
+            self._fail_request(message, error)
 
-    def _fail_request(self, request: str | None, error: OutriderError) -> None:
-        """Ends the request; if a rank was lost, ends the worker instead."""
+    def _fail_request(self, about: Message | TargetRequest, error: OutriderError) -> None:
+        """Ends the request that `about` names; if a rank was lost, ends the worker instead."""
         if self._leader is not None:
             self._leader.check_ranks()
-        running = self._running.get(request or "")
-        self._fail(request, error, running.round + 1 if running is not None else None)
+        running = self._running.get(getattr(about, "request", ""))
+        self._fail(about, error, running.round + 1 if running is not None else None)
 
     def _open(self, message: Open) -> None:
         known = self._running.get(message.request)
@@ -316,7 +316,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
                 self._report_cached(running)
                 self._report()
             except OutriderError as error:
-                self._fail_request(running.request, error)
+                self._fail_request(running, error)
 
     def _report_cached(self, running: TargetRequest) -> None:
         if running.cached or running.offered:
@@ -370,7 +370,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
             running.forget(settled.output)
             return None
         if isinstance(settled.output, OutriderError):
-            self._fail_request(running.request, settled.output)
+            self._fail_request(running, settled.output)
             return None
         peak, under_way = self._peak_memory.bytes(), self.runner.is_verifying(running)
         return running.make_outcome(settled.output, settled.work, settled.rows, peak, under_way)

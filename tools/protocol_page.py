@@ -95,6 +95,7 @@ order, and the request still ends with the same text as long as some messages ar
   know the request, or no longer has that outcome, it sends `Resync`, and a new epoch begins.
 - *No message of a drafter arrives.* Waits for drafters are bounded; then the target continues alone. The drafter
   detects what it missed from `base_len` of the next `Commit`.
+- *No `Welcome` arrives.* A worker that joins by itself repeats `Hello`, and each is answered.
 - *No `Close` arrives.* When a request is opened, a worker closes each request that has no work left and of
   which it has received no message for {IDLE_REQUEST_TIMEOUT_NS // SECOND_NS} s. If the request was not over, the
   worker answers the next message about it with `Resync`.

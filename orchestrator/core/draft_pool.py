@@ -405,9 +405,7 @@ def _chain_to_prepare(request: Request) -> tuple[int, ...] | None:
 def _invalid_kind(tasks: RequestTasks, message: DrafterMessage, vocab: int) -> str:
     """Returns the kind of an invalid message, or LATE; empty: it is valid."""
     match message:
-        case Fault():
-            return ""
-        case Prefilled() | Resync():
+        case Fault() | Prefilled() | Resync():
             return "round" if message.epoch > max(tasks)[0] else ""
     round_key = message.epoch, message.round
     sent = tasks.get(round_key)

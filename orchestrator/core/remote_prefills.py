@@ -66,11 +66,10 @@ class RemotePrefills:
     def on_message(self, request: Request | None, sender: str, message: Message) -> bool:
         """Handles a prefill worker's message; returns False if it is stale."""
         prefill = self._prefills.get(request.id) if request is not None else None
-        if request is None or prefill is None or prefill.worker != sender:
+        answers = sender, getattr(message, "epoch", None)
+        if request is None or prefill is None or answers != (prefill.worker, request.round.epoch):
             return False
         if isinstance(message, PromptKv):
-            if message.epoch != request.round.epoch:
-                return False
             request.metrics.remote_prefill_tokens += message.count
             self._workers.send_target(message)
         else:

@@ -29,8 +29,6 @@ from outrider.orchestrator.core.worker_registry import (
     Worker,
     WorkerLoss,
     WorkerRegistry,
-    feature_mismatch,
-    is_kv_compatible,
 )
 from outrider.orchestrator.events import KVBudget, ModelVocabulary, kv_budget
 from outrider.orchestrator.settings import ServeSettings
@@ -164,19 +162,13 @@ class WorkerPool:
         return {worker.name for worker in self._registry.ready("draft")}
 
     def prefill_workers(self) -> set[str]:
-        """Returns the ready prefill workers whose keys and values the target can take over."""
-        target = self.hello(TARGET_NAME)
-        ready = self._registry.ready("prefill") if target.abilities.takes_kv else []
-        return {worker.name for worker in ready if worker.hello and is_kv_compatible(worker.hello, target)}
+        """Returns the names of the prefill workers that are ready."""
+        return {worker.name for worker in self._registry.ready("prefill")}
 
     def hello(self, name: str) -> Hello:
         """Returns a worker's description; an empty one before it has sent its own."""
         worker = self._registry.named(name)
         return worker.hello if worker and worker.hello else EMPTY_HELLO
-
-    def has_target(self) -> bool:
-        target = self._registry.named(TARGET_NAME)
-        return target is not None and target.entered
 
     def stats(self) -> tuple[WorkerStats, ...]:
         return tuple(worker.stats() for worker in self._registry.all())
@@ -184,6 +176,7 @@ class WorkerPool:
     def set_vocabulary(self, language: ModelVocabulary) -> None:
         """Sets the vocabulary of this cluster, which must also be that of a joining drafter."""
         self._registry.language = language
+        self._dismiss_misfits()
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -295,9 +288,10 @@ class WorkerPool:
                 )
 
     def _on_hello(self, identity: bytes, hello: Hello, key: str) -> None:
-        """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO changes nothing."""
+        """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO is answered again, because
+        WELCOME may have been lost."""
         worker = self._registry.at(identity)
-        if worker is not None and worker.state not in ("starting", "restarting"):
+        if worker is not None and worker.state not in ("starting", "restarting") and hello != worker.hello:
             self.rejected += 1
             return
         why = self._registry.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
@@ -308,9 +302,11 @@ class WorkerPool:
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will report it
             return
-        worker = worker or self._registry.join(hello, key)
+        if worker is None:
+            worker = self._registry.join(hello, key)
+            self.router.warn("%s has joined, with the model %s", worker, hello.model)
         worker.hello, worker.state, worker.fault, worker.heartbeat = hello, "ready", "", Heartbeat()
-        worker.entered_ns = clock.now()
+        worker.entered_ns, worker.kv_limit = clock.now(), 0
         self._arrived.append(worker)
         self._send(identity, Welcome(worker.name, round(1000 * self.ping_interval_s)))
         self._share_memory()
@@ -318,12 +314,11 @@ class WorkerPool:
         self._dismiss_misfits()
 
     def _dismiss_misfits(self) -> None:
-        """Dismisses drafters that read other features than the target provides."""
-        for worker in self._registry.all() if self.has_target() else ():
-            why = feature_mismatch(self.hello(worker.name), self.hello(TARGET_NAME)) if worker.entered else ""
+        """Dismisses workers that joined before the target was known and can't work for it."""
+        for worker in self._registry.all():
+            why = self._registry.misfit_reason(self.hello(worker.name)) if worker.entered else ""
             if why:
-                log.warning("%s", why)
-                self._supervisor.dismiss(worker, why)
+                self._supervisor.dismiss(worker, f"{worker} is dismissed: {why}")
 
     def _share_memory(self) -> None:
         """Sends all workers their share of the memory for texts."""

@@ -274,16 +274,7 @@ def _model_identity(hello: Hello) -> tuple[object, ...]:
     return hello.backend, *sizes, hello.files, hello.number_format
 
 
-def is_kv_compatible(reader: Hello, target: Hello) -> bool:
-    """Whether a prefill worker's keys and values are those that the target would compute.
-
-    If the target's activations are rounded (`int8-...`), the kernels must be the same, bit by bit.
-    """
-    same = reader.number_format == target.number_format or not target.number_format.startswith("int8-")
-    return same and reader.files == target.files
-
-
-def feature_mismatch(drafter: Hello, target: Hello) -> str:
+def _feature_mismatch(drafter: Hello, target: Hello) -> str:
     """Returns why a drafter can't read the target's features; empty: it can, or it reads none."""
     if not drafter.features or drafter.features == target.features:
         return ""
@@ -292,6 +283,27 @@ def feature_mismatch(drafter: Hello, target: Hello) -> str:
     return (
         f"{drafter.model} reads features of {drafter.features}, and the target {made}{why}; expected the same head and"
         " the same model on both sides"
+    )
+
+
+def _prefill_mismatch(reader: Hello, target: Hello) -> str:
+    """Returns why a worker can't read prompts for the target; empty: it can.
+
+    Keys and values of other weights would change the text. If the target's activations are rounded (`int8-...`), the
+    kernels must be the same, bit by bit.
+    """
+    if not target.abilities.takes_kv:
+        return "the target of this cluster must read its prompts itself: its state can't be transferred"
+    if reader.files != target.files:
+        return (
+            f"its model {reader.model} ({reader.files}) is not the target's ({target.files}); expected the same files"
+            " on both"
+        )
+    if reader.number_format == target.number_format or not target.number_format.startswith("int8-"):
+        return ""
+    return (
+        f"it computes in {reader.number_format or 'another format'} and the target in {target.number_format}: their"
+        " keys and values differ; expected --cpu-kernels mlx on both, or CPUs of one kind"
     )
 
 
@@ -354,6 +366,20 @@ class WorkerRegistry:
         allowed = PREFILL if role == "prefill" else DRAFTER  # a prefill worker is trusted with the text
         return self._auth is not None and self._auth.is_allowed(allowed, key)
 
+    def misfit_reason(self, hello: Hello) -> str:
+        """Returns why a worker can't work for this cluster's target; empty: it can, or too little is known of both."""
+        ours, theirs = self.language, hello.vocabulary
+        if theirs and ours.vocabulary and theirs != ours.vocabulary:
+            return (
+                f"its model {hello.model} has another vocabulary than this cluster's {ours.model}; expected a"
+                " draft of the target's own family (`outrider pairs` lists some)"
+            )
+        target = self._named.get(TARGET_NAME)
+        if hello.role == "target" or target is None or target.hello is None:
+            return ""
+        mismatch = _prefill_mismatch if hello.role == "prefill" else _feature_mismatch
+        return mismatch(hello, target.hello)
+
     def refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
         """Returns why a stranger that sent HELLO is refused; None if it may join."""
         if key and not self.is_key_allowed(hello.role, key):  # it connected before its key was refused
@@ -362,20 +388,14 @@ class WorkerRegistry:
             return "its key is for drafters; expected a target's rank 0 on the server's machine, by its local endpoint"
         if not all(text.isprintable() for text in (hello.backend, hello.model, hello.note, hello.files)):
             return "its description is not printable text"
-        ours, theirs = self.language, hello.vocabulary
-        if theirs and ours.vocabulary and theirs != ours.vocabulary:
-            return (
-                f"its model {hello.model} has another vocabulary than this cluster's {ours.model}; expected a"
-                " draft of the target's own family (`outrider pairs` lists some)"
-            )
+        if why := self.misfit_reason(hello):
+            return why
         if identity != routing_id(hello.incarnation):
             return "its routing id is not that of its incarnation; run the same release of outrider on both sides"
         if hello.incarnation in self._banned:
             return f"this cluster has dismissed it: {self._banned[hello.incarnation]}"
         if hello.role == "target":
             return self._target_refusal(hello)
-        if hello.role == "prefill" and (why := self._prefill_refusal(hello)) is not None:
-            return why
         if hello.role == "draft" and not self._drafters_may_join:
             return "this server uses no draft workers; start it without --colocate and --draft-backend none"
         if len(hello.name) > MAX_NAME_LENGTH or not hello.name.isprintable():
@@ -412,27 +432,6 @@ class WorkerRegistry:
                 f" ({self._awaited}); expected the same files on both"
             )
         return before.other_model(hello) if before is not None else None
-
-    def _prefill_refusal(self, hello: Hello) -> str | None:
-        """Returns why it can't read prompts for this target, or None: keys and values of other weights would change
-        the text."""
-        target = self._named.get(TARGET_NAME)
-        if target is None or target.hello is None:
-            return None  # `WorkerPool.prefill_workers` checks it again
-        if not target.hello.abilities.takes_kv:
-            return "the target of this cluster must read its prompts itself: its state can't be transferred"
-        if hello.files != target.hello.files:
-            return (
-                f"its model {hello.model} ({hello.files}) is not the target's ({target.hello.files}); expected"
-                " the same files on both"
-            )
-        if not is_kv_compatible(hello, target.hello):
-            its_format = hello.number_format or "another format"
-            return (
-                f"it computes in {its_format} and the target in {target.hello.number_format}:"
-                " their keys and values differ; expected --cpu-kernels mlx on both, or CPUs of one kind"
-            )
-        return None
 
     def join(self, hello: Hello, key: str = "") -> Worker:
         """Registers a worker that joins by itself, with this key; workers that left earlier are dropped."""

@@ -153,7 +153,8 @@ class Pong(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """Worker -> orchestrator: an error. With `request` only that request is lost; without it the worker is.
+    """Worker -> orchestrator: an error. With `request` only that request is lost, in this `epoch`; without it the
+    worker is.
 
     `dispensable`: nothing is broken, but the worker is of no use here, and the others may start without it.
     """
@@ -161,6 +162,7 @@ class Fault(Message, frozen=True):
     request: RequestId | None
     message: Text
     dispensable: bool = False
+    epoch: Count = 0
 
 
 class WorkerNote(Message, frozen=True):

@@ -19,7 +19,7 @@ from outrider.orchestrator.machine.spawn import child_environment, worker_module
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import WorkerNote
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE, Link, WorkerLink
+from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE, WorkerLink
 from tests.system.links import FakeLink
 from tests.tiny import VOCAB_SIZE, Pair
 from tools.simulation import drafter
@@ -46,7 +46,7 @@ class RecordingLink:
 
 def report_late_worker() -> RecordingLink:
     link = RecordingLink()
-    report_too_slow(cast(Link, link), f"{TIMES_NOT_KEPT}: 30 ms late")
+    report_too_slow(cast(WorkerLink, link), f"{TIMES_NOT_KEPT}: 30 ms late")
     return link
 
 

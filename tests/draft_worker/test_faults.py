@@ -55,12 +55,13 @@ def test_failed_request_does_not_stop_drafting_for_another(
         message
         for name, tokens in (("doomed", [0, 1, 2, POISON]), ("sound", [0, 1, 2]))
         for message in (
-            Open(name, 0, 0, np.array(tokens, np.int32), SamplingParams()),
-            Commit(name, 0, 0, len(tokens), (), (), 2, 4),
+            Open(name, 3, 0, np.array(tokens, np.int32), SamplingParams()),
+            Commit(name, 3, 0, len(tokens), (), (), 2, 4),
         )
     ]
     found = run_worker(worker, link, messages)
     faults = {answer.request: answer.message for answer in found if isinstance(answer, Fault)}
+    assert {answer.epoch for answer in found if isinstance(answer, Fault)} == {3}
     assert list(faults) == ["doomed"] and type(fault).__name__ in faults["doomed"]
     assert {vars(record).get("request") for record in caplog.records} == {None, "doomed"}
     assert any(isinstance(answer, Branches) and answer.request == "sound" and answer.final for answer in found)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import zmq
 
 from outrider import LocalCluster
 from outrider.fleet.plan import FleetPlan, IngressPlan
+from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.pairing.model_files import TINY_DRAFT
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import EndpointError
+from outrider.protocol.endpoints import bind
+from outrider.protocol.errors import EndpointError, KeyFault
+from outrider.protocol.keys import CLIENT, Keyring, ServerKeys, make_pair
 from tests.fleet.running_fleet import KEY, PROMPT, TIMEOUT_S, Fleet, kill, running, server_of, wait_until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
@@ -60,6 +66,51 @@ def test_malformed_endpoint_is_an_error_and_not_waited_for() -> None:
 
     with pytest.raises(EndpointError, match="is not an endpoint"):
         wait_until_ready("nonsense", None)
+
+
+class HandleOfOne:
+    """A handle of Ray Serve for a deployment with a single engine, and its lease."""
+
+    def __init__(self, place: Any) -> None:
+        self.lease, self._places = self, iter([place])
+
+    def options(self, **_: object) -> HandleOfOne:
+        return self
+
+    def remote(self, _: object) -> HandleOfOne:
+        return self
+
+    def cancel(self) -> None: ...
+
+    def __aiter__(self) -> HandleOfOne:
+        return self
+
+    async def __anext__(self) -> Any:
+        for place in self._places:
+            return place
+        await asyncio.Event().wait()
+
+
+def test_engine_that_refuses_the_ingress_is_replaced_by_another(hosts: Any, tmp_path: Path) -> None:
+    """As after its key was revoked. Its actor ends, and until then its texts continue on other engines."""
+    from outrider.fleet.engine import EngineActor, EngineAddress
+    from outrider.fleet.ingress import EngineLeases
+
+    pair, ring, context = make_pair(), Keyring(tmp_path / "keys"), zmq.Context[Any]()
+    ring.make()
+    with closing(bind(context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", ServerKeys(pair, CLIENT))) as bound:
+        ring.trust(bound.endpoint.removeprefix("tcp://"), pair.public)
+        place = EngineAddress(bound.endpoint)
+        leases = EngineLeases(IngressPlan(), [HandleOfOne(place)], [1], ring.folder)
+
+        async def ask(client: AsyncClient) -> None:
+            await client.stats()
+
+        with pytest.raises(EndpointError, match="the engine refuses this ingress: "):
+            asyncio.run(leases.complete("", ask))
+        with pytest.raises(KeyFault):
+            asyncio.run(EngineActor(place, None, ring.folder).check_health())
+    context.destroy(linger=0)
 
 
 def test_engine_whose_actor_hangs_does_not_hide_the_others(fleet: Fleet) -> None:

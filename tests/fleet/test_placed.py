@@ -98,6 +98,23 @@ def test_text_is_unchanged_when_one_of_its_processes_is_killed(
     assert fleet.stream(lambda: kill(victim(fleet.busy_engine()[1]))) == expected_text
 
 
+def test_drafter_that_was_suspended_drafts_again(fleet: Fleet) -> None:
+    """As on a host that slept: its engine has given it up, and their connection is closed."""
+    place = fleet.addresses()[0]
+
+    def drafters(state: str) -> list[int]:
+        workers = [worker for where, one in fleet.stats() if where == place for worker in one.workers]
+        return [worker.pid for worker in workers if worker.role == "draft" and worker.state == state]
+
+    (pid,) = wait_until(lambda: drafters("ready"), "the drafter did not join")
+    psutil.Process(pid).suspend()
+    try:
+        wait_until(lambda: drafters("lost"), "the drafter is not given up")
+    finally:
+        psutil.Process(pid).resume()
+    assert wait_until(lambda: drafters("ready"), "the drafter does not draft again") == [pid]
+
+
 def test_text_is_unchanged_when_its_host_is_lost(fleet: Fleet, hosts: Any, expected_text: str) -> None:
     def lose_the_host() -> None:
         host = fleet.busy_engine()[0].host

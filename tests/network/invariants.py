@@ -115,10 +115,14 @@ class InvariantChecker:
         self.requests: dict[str, RequestState] = {}
         self._target, self._clock = target, clock
         self._fresh = FreshDrafter(draft)
-        self._others = {name: FreshDrafter(model) for name, model in others.items()}
+        self.set_models(others)
         self._handled: set[tuple[str, int, int]] = set()
         self._count_before: dict[str, int] = {}
         self._stale_before, self._has_repeats = 0, False
+
+    def set_models(self, others: Mapping[str, LoadedModel]) -> None:
+        """Sets the models of the drafters that do not run `draft`."""
+        self._others = {name: FreshDrafter(model) for name, model in others.items()}
 
     def on_received(self, name: str, message: Message) -> None:
         """Records that a worker has received a message."""

@@ -84,13 +84,15 @@ class Link(FakeReceiver):
 
 @dataclass
 class WorkerProcess:
-    """A worker process. `known`: the orchestrator uses it. `alive`: it has not been killed. `stopped`: it is suspended.
-    `invalid`: the number of its messages that the orchestrator found invalid."""
+    """A worker process. `known`: the orchestrator uses it. `joined`: it has not given it up, so messages pass. `alive`:
+    it has not been killed. `stopped`: it is suspended. `invalid`: the number of its messages that the orchestrator
+    found invalid."""
 
     name: str
     link: Link
     worker: TargetWorker | DraftWorker
     known: bool = True
+    joined: bool = True
     alive: bool = True
     stopped: bool = False
     invalid: int = 0
@@ -117,6 +119,7 @@ class SimulatedCluster(FakeWorkers):
         self.settings = settings
         self.log = EventLog()
         disagrees = f"draft-{settings.drafters - 1}" if settings.other_model and settings.drafters > 1 else ""
+        self._other_model = other_model
         self._others = {disagrees: other_model} if other_model is not None and disagrees else {}
         self.checker = InvariantChecker(target, draft, clock, self._others)
         self._target, self._draft, self._clock = target, draft, clock
@@ -125,6 +128,7 @@ class SimulatedCluster(FakeWorkers):
         self._outgoing: dict[str, list[Message]] = {}
         self._scheduled: list[tuple[int, str, WorkerProcess]] = []  # at this tick, this event, of this worker
         self._link_faults: dict[str, LinkFaults] = {}
+        self._swapped: set[str] = set()  # drafters whose replacements have another model
         rounds = round_settings(settings.depth, settings.branches, settings.full_depth, settings.ngrams)
         self.rounds = Scheduler(self, rounds, self.checker.on_event, Trace(None))
         drafters = 0 if settings.colocated else settings.drafters
@@ -170,7 +174,7 @@ class SimulatedCluster(FakeWorkers):
         """Sends each worker its queued messages as one bundle."""
         for name, messages in self._outgoing.items():
             process = self.processes[name]
-            if process.alive:
+            if process.alive and process.joined:
                 process.link.down.send(*messages)
         self._outgoing.clear()
 
@@ -195,7 +199,8 @@ class SimulatedCluster(FakeWorkers):
         self._run_scheduled()
         for process in self._alive():
             process.link.inbox += process.link.down.receive()
-        received = [(process.name, message) for process in self._alive() for message in process.link.up.receive()]
+        arrived = [(process, message) for process in self._alive() for message in process.link.up.receive()]
+        received = [(process.name, message) for process, message in arrived if process.joined]
         received.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
         self._handle(received)
         for process in self._alive():
@@ -233,12 +238,24 @@ class SimulatedCluster(FakeWorkers):
             if name != TARGET:
                 self._schedule(NOTICE_TICKS, "frozen", process)
 
-    def kill(self, name: str) -> None:
-        """Kills a worker. All messages to and from it are lost."""
+    def sleep(self, name: str, ticks: int) -> None:
+        """Suspends a worker until so many ticks after it was given up, as on a host that sleeps. It joins again."""
+        process = self.processes[name]
+        if process.alive and not process.stopped and process.joined:
+            self.log.write("sleep", name)
+            process.stopped = True
+            self._schedule(NOTICE_TICKS, "given up", process)
+            self._scheduled.append((self.log.tick + NOTICE_TICKS + ticks, "awake", process))
+
+    def kill(self, name: str, with_other_model: bool = False) -> None:
+        """Kills a worker. All messages to and from it are lost. Its replacement, if it is a drafter, has the other one
+        of both models `with_other_model`."""
         process = self.processes[name]
         if not process.alive:
             return
         self.log.write("kill", name)
+        if with_other_model and name != TARGET and self._other_model is not None:
+            self._swapped.add(name)
         process.alive = False
         process.link.down.drop_all()
         process.link.up.drop_all()
@@ -308,6 +325,7 @@ class SimulatedCluster(FakeWorkers):
                     self._on_lost(process)
                     self._schedule(RETURN_TICKS, "back", process)
                 case "back":
+                    self._swap_model(process.name)
                     self.processes[process.name] = self._start(process.name)
                     self._on_ready(process.name)
                 case "healed" | "connection lost":
@@ -315,22 +333,44 @@ class SimulatedCluster(FakeWorkers):
                         direction.cut = False
                         if what == "connection lost":
                             direction.drop_all()
+                case "given up" if process.alive:
+                    process.joined = False
+                    self._on_lost(process)
+                case "awake" if process.alive:
+                    process.stopped = False
+                    self._schedule(RETURN_TICKS, "joined again", process)
+                case "joined again" if process.alive:
+                    process.joined = process.known = True
+                    process.worker.forget()
+                    process.link.inbox.clear()
+                    process.link.inbox.append(KvMemory(KV_LIMIT))
+                    for direction in (process.link.down, process.link.up):
+                        direction.drop_all()
+                    self._on_ready(process.name)
                 case "resumed":
                     process.stopped = False
                     self._schedule(NOTICE_TICKS, "thawed", process)
                 case "frozen" if process.alive and process.stopped:
                     self._on_lost(process)
-                case "thawed" if process.alive and not process.stopped and not process.known:
+                case "thawed" if process.alive and process.joined and not process.stopped and not process.known:
                     process.known = True
                     self._on_ready(process.name)
             self.flush_and_yield()
 
+    def _swap_model(self, name: str) -> None:
+        """Gives the next process of this drafter the other one of both models, if it was killed for that."""
+        if name in self._swapped and self._other_model is not None:
+            self._swapped.remove(name)
+            if self._others.pop(name, None) is None:
+                self._others[name] = self._other_model
+            self.checker.set_models(self._others)
+
     def _on_lost(self, process: WorkerProcess) -> None:
         was_known, process.known = process.known, False
-        if process.name == TARGET:
+        if process.name == TARGET and was_known:
             self.checker.on_target_lost()
             self.rounds.on_target_lost("the target died", False)
-        elif was_known:
+        elif process.name != TARGET and was_known:
             self.rounds.on_drafter_lost(process.name, f"{process.name} was lost", self._clock())
 
     def _on_ready(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """Random scenarios of a cluster on a bad network, as a Hypothesis state machine, which shrinks a failure to few steps.
 
-In a step a request begins or is stopped, the faults of a link change, a link is cut, a worker stalls or dies, the
-orchestrator is suspended, or only time passes. After the last step the faults end, and every request must finish.
+In a step a request begins or is stopped, the faults of a link change, a link is cut, a worker stalls, sleeps or dies,
+the orchestrator is suspended, or only time passes. After the last step the faults end, and every request must finish.
 `TALLY` counts over all runs.
 """
 
@@ -176,10 +176,15 @@ class ClusterStateMachine(RuleBasedStateMachine):
         with self._step("stall", ticks_after):
             self.cluster.stall(self._worker(worker), ticks)
 
-    @rule(worker=st.sampled_from((0, 1, 1, 2, 1, 2, 3)), ticks_after=TICKS_AFTER)
-    def kill(self, worker: int, ticks_after: int) -> None:
+    @rule(worker=st.sampled_from((0, 1, 1, 2, 1, 2, 3)), other_model=st.booleans(), ticks_after=TICKS_AFTER)
+    def kill(self, worker: int, other_model: bool, ticks_after: int) -> None:
         with self._step("kill", ticks_after):
-            self.cluster.kill(self._worker(worker))
+            self.cluster.kill(self._worker(worker), other_model)
+
+    @rule(worker=WORKERS, ticks=FAULT_TICKS, ticks_after=TICKS_AFTER)
+    def sleep(self, worker: int, ticks: int, ticks_after: int) -> None:
+        with self._step("sleep", ticks_after):
+            self.cluster.sleep(self._worker(worker), ticks)
 
     @rule(seconds=st.sampled_from((1, 30, 600)), ticks_after=TICKS_AFTER)
     def pause(self, seconds: int, ticks_after: int) -> None:

@@ -171,10 +171,11 @@ def test_forwarded_port_without_a_server_is_not_reported_as_another_key() -> Non
 
 
 class Recorder:
-    """A relay for one connection to `port`, which records what the client sends."""
+    """A relay for one connection to `port`, which records what the client sends. It closes `cut` connections before."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, cut: int = 0) -> None:
         self.sent = b""
+        self._cut = cut
         self._listener = sockets.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._port = port
@@ -182,6 +183,9 @@ class Recorder:
         self._thread.start()
 
     def _carry(self) -> None:
+        for _ in range(self._cut):
+            with self._listener.accept()[0] as near:
+                near.recv(1)
         near, far = self._listener.accept()[0], sockets.create_connection(("127.0.0.1", self._port))
         with near, far, selectors.DefaultSelector() as selector:
             for end, other in ((near, far), (far, near)):
@@ -196,6 +200,13 @@ class Recorder:
 
     def close(self) -> None:
         self._listener.close()
+
+
+def test_handshake_that_was_cut_is_not_reported_as_another_key(server: Server) -> None:
+    """As when a server ends, or the link is too slow for its time limit. A drafter that waits would end."""
+    recorder = Recorder(server.bound._listener.getsockname()[1], cut=1)
+    probe(recorder.endpoint, server.keys())
+    recorder.close()
 
 
 def test_no_message_is_accepted_from_a_replayed_session(server: Server) -> None:

@@ -164,6 +164,17 @@ def test_drafter_with_another_vocabulary_is_refused(joining_pool: JoiningPool) -
     assert isinstance(joining_pool.hello(joining_pool.peer(9, None), 9), Welcome)  # it names no vocabulary
 
 
+def test_drafter_that_joined_before_the_vocabulary_was_known_is_dismissed(joining_pool: JoiningPool) -> None:
+    """It waited while the server was restarted with another model; the socket opens before the tokenizer is loaded."""
+    remote = joining_pool.peer(7, MINI)
+    assert isinstance(joining_pool.hello(remote, 7, name="mini", vocabulary="xyz"), Welcome)
+    assert isinstance(joining_pool.hello(joining_pool.peer(8, STUDIO), 8, name="studio", vocabulary="abc"), Welcome)
+    joining_pool.pool.set_vocabulary(ModelVocabulary("target-model", "abc"))
+    (why,) = joining_pool.tick(1)
+    assert why == reason(decode(remote.recv_multipart())) and "another vocabulary" in why and "`outrider pairs`" in why
+    assert joining_pool.pool.drafters() == {"studio"}
+
+
 def test_drafter_of_another_version_is_sent_both_versions(joining_pool: JoiningPool) -> None:
     remote = joining_pool.peer(7, MINI)
     header = msgpack.decode(bytes(encode(HELLO)[0]))

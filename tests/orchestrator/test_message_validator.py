@@ -124,6 +124,9 @@ CASES: dict[str, tuple[Message, str]] = {
     "an old round": (replace(GOOD, round=1), LATE),
     "an earlier epoch": (replace(GOOD, epoch=1), LATE),
     "an unknown request": (replace(GOOD, request="x"), "request"),
+    "a fault": (Fault("r", "broken", epoch=2), ""),
+    "a fault of an earlier epoch": (Fault("r", "broken", epoch=1), LATE),
+    "a fault of a future epoch": (Fault("r", "broken", epoch=3), "round"),
     "a fault about an unknown request": (Fault("x", "broken"), "request"),
     "a future round": (replace(GOOD, round=10), "round"),
     "a future epoch": (replace(GOOD, epoch=3), "round"),
@@ -170,7 +173,7 @@ def test_drafter_without_a_task_may_report_and_nothing_else(cluster: ValidatingC
     validator, request = SentTasks(), cluster.rounds._requests["r"]
     validator.record("draft-0", Open("r", 2, 9, np.array(TEXT[:40], np.int32), SamplingParams()))
     request.round.epoch = 2
-    reports = [Prefilled("r", 2, 3, 40), Resync("r", 2), Fault("r", "no more of this")]
+    reports = [Prefilled("r", 2, 3, 40), Resync("r", 2), Fault("r", "no more of this", epoch=2)]
     assert [validator.refusal(request, False, "draft-0", message, VOCABULARY) for message in reports] == [""] * 3
     for answer in (GOOD, replace(DRAFT, request="r")):
         assert validator.refusal(request, False, "draft-0", answer, VOCABULARY) == "round"

@@ -107,7 +107,8 @@ def test_only_pieces_of_the_chosen_worker_and_this_epoch_reach_the_target(harnes
 
 def test_prompt_of_a_failed_or_lost_worker_goes_back_to_the_target(harness: PrefillHarness) -> None:
     first, second = harness.begin("a"), harness.begin("b")
-    assert harness.prefills.on_message(first, "prefill-0", Fault("a", "it is too long"))
+    assert not harness.prefills.on_message(first, "prefill-0", Fault("a", "it is too long", epoch=EPOCH - 1))
+    assert harness.prefills.on_message(first, "prefill-0", Fault("a", "it is too long", epoch=EPOCH))
     other = harness.begin("c")
     harness.prefills.on_worker_lost("prefill-1", {"a": first, "b": second, "c": other})
     assert harness.handed_back == ["a", "b"]

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from outrider.orchestrator.events import Committed, RequestEnded
 from outrider.protocol.codec import encode
-from outrider.protocol.messages import Done, Failed, Hello, Message, Open, Prefilled, Verify
+from outrider.protocol.messages import Done, Failed, Fault, Hello, Message, Open, Prefilled, Resync, Verify
 from tests.orchestrator.failing_cluster import FailingCluster, random_text
 from tests.pairwise import matrix
 
@@ -73,6 +73,18 @@ def test_drafter_that_answers_between_its_deaths_is_taken_back(mode: str) -> Non
         cluster.run_turns(3)
         cluster.restart_drafter()
     assert cluster.rounds._requests["r0"].draft.drafters
+
+
+@pytest.mark.parametrize("sender", ["draft-0", "target-0"])
+def test_late_fault_of_an_earlier_epoch_ends_neither_the_text_nor_its_drafting(sender: str) -> None:
+    """The drafter failed, or the target after it had asked to start again; then the text began again."""
+    cluster = FailingCluster([random_text(1)], ngrams=False)
+    cluster.begin("ssd", 100)
+    cluster.run_turns(10)
+    cluster.rounds.handle([("target-0", Resync("r0", 0)), (sender, Fault("r0", "out of memory"))], cluster._now)
+    assert cluster.rounds._requests["r0"].draft.drafters
+    cluster.run_to_end()
+    assert cluster.text_of("r0") == expected_tokens(cluster, length=100)
 
 
 def test_long_reason_of_a_death_is_shortened_to_what_a_message_can_carry() -> None:

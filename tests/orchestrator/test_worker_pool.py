@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from msgspec import structs
 
 from outrider.orchestrator.core import supervisor
 from outrider.orchestrator.core.worker_pool import WorkerPool
@@ -25,7 +24,6 @@ from outrider.orchestrator.core.worker_registry import (
     MAX_WORKERS,
     UNKNOWN_STALL_RATIO,
     WorkerLoss,
-    is_kv_compatible,
 )
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
@@ -42,6 +40,7 @@ from outrider.protocol.messages import (
     Drafted,
     Fault,
     Hello,
+    KvMemory,
     Loading,
     Message,
     Outcome,
@@ -111,11 +110,9 @@ class Peer:
     def send(self, message: Message) -> None:
         self.socket.send_multipart(encode(message))
 
-    def hello(
-        self, name: str = "", model: str = "m", context: int = 100, files: str = "", features: str = ""
-    ) -> Message:
+    def hello(self, name: str = "", model: str = "m", context: int = 100, **others: Any) -> Message:
         fields = (self.role, name, self.incarnation, 1, "mlx", model, 10, context, 1, 1000)
-        self.send(Hello(*fields, kv=self.kv, files=files, features=features))
+        self.send(Hello(*fields, kv=self.kv, **{"abilities": Abilities(takes_kv=True), **others}))
         return self.receive()
 
     def receive(self) -> Message:
@@ -212,6 +209,10 @@ class PoolHarness:
     def ready(self) -> bool:
         return is_serving(self.pool.stats())
 
+    @property
+    def has_target(self) -> bool:
+        return self.states().get("target-0") in ("ready", "frozen")
+
     def states(self) -> dict[str, str]:
         return {worker.name: worker.state for worker in self.pool.stats()}
 
@@ -265,10 +266,10 @@ def harness(make_harness: Callable[..., PoolHarness]) -> PoolHarness:
 
 
 def test_a_cluster_is_ready_with_the_workers_it_started(harness: PoolHarness) -> None:
-    assert not harness.ready and not harness.pool.has_target()
+    assert not harness.ready and not harness.has_target
     harness.worker("target-0")
     harness.worker("draft-0")
-    assert harness.ready and harness.pool.has_target() and harness.pool.drafters() == {"draft-0"}
+    assert harness.ready and harness.has_target and harness.pool.drafters() == {"draft-0"}
 
 
 def test_cluster_starts_without_a_draft_model_that_cannot_draft(harness: PoolHarness) -> None:
@@ -354,7 +355,19 @@ def test_second_peer_with_the_incarnation_of_a_worker_is_ignored(harness: PoolHa
     assert harness.received == [] and harness.pool.target_context == 100
 
 
-def test_repeated_hello_changes_nothing(harness: PoolHarness) -> None:
+def test_repeated_hello_is_answered_again(harness: PoolHarness) -> None:
+    """WELCOME may have been lost with its connection; without another the worker would end after some seconds."""
+    joined = Peer(harness, "draft", 77)
+    joined.kv = KvCost(1, 1)
+    first = [joined.hello("mini"), joined.receive()]
+    assert first[0] == welcome("mini") and isinstance(first[1], KvMemory) and first[1].limit
+    harness.pass_time(LOST_AFTER_PINGS - 1)
+    assert [joined.hello("mini"), joined.receive()] == first
+    assert harness.pass_time(1) == [] and harness.states()["mini"] == "ready"
+    assert harness.pool.rejected == 0
+
+
+def test_hello_with_another_model_of_a_worker_that_is_ready_changes_nothing(harness: PoolHarness) -> None:
     target = harness.worker("target-0")
     target.send(Hello("target", "target-0", target.incarnation, 1, "mlx", "another", 10, 5, 1, 1))
     harness.settle()
@@ -396,6 +409,16 @@ def test_awaited_target_that_does_not_return_is_given_up(
     harness.seconds += supervisor.TARGET_WAIT_SECONDS
     (loss,) = harness.losses()
     assert loss.fatal and "none has joined in its place for 10 minutes" in loss.why and harness.losses() == []
+
+
+def test_worker_that_joins_is_logged_once(harness: PoolHarness, caplog: pytest.LogCaptureFixture) -> None:
+    """At the default level, as its loss is; the workers that the server starts are not."""
+    harness.worker("target-0")
+    joined = Peer(harness, "draft", 77)
+    joined.hello("mini", model="/models/draft")
+    joined.hello("mini", model="/models/draft")
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert lines == ["draft worker mini has joined, with the model /models/draft"]
 
 
 def test_joining_drafter_keeps_a_free_name_or_gets_one(harness: PoolHarness) -> None:
@@ -471,7 +494,7 @@ def test_silent_drafter_is_not_used_until_it_answers_again(
 def test_silent_target_is_frozen_until_it_answers_again(harness: PoolHarness) -> None:
     target, draft = harness.worker("target-0"), harness.worker("draft-0")
     assert harness.pass_time(LOST_AFTER_PINGS - 1, draft) == []
-    assert harness.states()["target-0"] == "frozen" and harness.pool.has_target()
+    assert harness.states()["target-0"] == "frozen" and harness.has_target
     harness.pass_time(1, target, draft)
     assert harness.states()["target-0"] == "ready"
 
@@ -603,7 +626,7 @@ def test_dead_worker_is_restarted_in_its_place(harness: PoolHarness, name: str) 
         and harness.pool.target_context == 100
         and harness.pool.kv_budget == budget
     )
-    assert harness.pool.has_target() is harness.ready is (name != "target-0")
+    assert harness.has_target is harness.ready is (name != "target-0")
     harness.arrived.clear()
     harness.worker(name)
     assert harness.losses() == [] and harness.arrived == [name] and harness.ready
@@ -707,7 +730,7 @@ def test_draft_and_prefill_workers_are_restarted_without_limit(
     for wait_s in (0.25, 0.5, 1, 2, 4, 8, 16, 32, *[60] * 40):
         harness.spawned[name][1].code = code
         (loss,) = harness.losses()
-        assert not loss.fatal and harness.pool.has_target() and harness.states()[name] == "restarting"
+        assert not loss.fatal and harness.has_target and harness.states()[name] == "restarting"
         before = len(harness.starts)
         wait(harness, wait_s - 0.01)
         assert len(harness.starts) == before
@@ -736,7 +759,7 @@ def test_drafter_with_repeated_identical_load_failures_is_given_up(harness: Pool
     assert not any(loss.fatal for loss in fail_loading(harness, reason="no model at /x", times=4))
     assert harness.states()["draft-0"] == "restarting"
     (last,) = fail_loading(harness, reason="no model at /x")
-    assert not last.fatal and harness.states()["draft-0"] == "lost" and harness.pool.has_target()
+    assert not last.fatal and harness.states()["draft-0"] == "lost" and harness.has_target
     assert last.why == "no model at /x; it died 6 times in a row, and it is not started again"
     assert harness.pool.notes() == [f"no draft model: {last.why}"] and harness.ready
     before = len(harness.starts)
@@ -812,7 +835,7 @@ def test_restarted_worker_with_another_model_is_refused(harness: PoolHarness) ->
     other = Peer(harness, "target", harness.spawned["target-0"][0])
     answer = other.hello("target-0", context=99)
     assert isinstance(answer, Shutdown) and "came back with another model" in answer.reason
-    assert not harness.pool.has_target() and harness.pool.target_context == 100
+    assert not harness.has_target and harness.pool.target_context == 100
     assert "came back with another model" in kill(harness, "target-0")[0].why
 
 
@@ -833,15 +856,17 @@ def test_head_with_mismatched_target_features_is_refused(harness: PoolHarness, f
 
 
 def test_dismissed_head_learns_the_reason_when_it_comes_back(harness: PoolHarness) -> None:
-    target = Peer(harness, "target", harness.spawned["target-0"][0])
-    target.hello("target-0", features="head a at 1,2 of m")
     remote = Peer(harness, "draft", 9)
     assert remote.hello("studio", features="head b at 1,2 of m") == welcome("studio")
+    target = Peer(harness, "target", harness.spawned["target-0"][0])
+    target.hello("target-0", features="head a at 1,2 of m")
     [loss] = harness.losses()
     assert "expected the same head" in loss.why and remote.receive_shutdown().reason == loss.why
     assert harness.arrived == ["target-0"], "requests do not use it"
-    again = remote.hello("studio", features="head b at 1,2 of m")
+    again = remote.hello("studio")
     assert isinstance(again, Shutdown) and loss.why in again.reason
+    other = Peer(harness, "draft", 10).hello("mini", features="head b at 1,2 of m")
+    assert isinstance(other, Shutdown) and "expected the same head" in other.reason
 
 
 def test_joined_drafter_is_not_restarted(harness: PoolHarness) -> None:
@@ -1013,16 +1038,37 @@ def test_work_times_of_a_local_worker_are_not_converted(harness: PoolHarness) ->
     assert harness.received[-1][1] == Branches("r", 0, 0, 1, (), Span(5, 6))
 
 
-def test_prompts_of_a_quantized_target_need_the_same_kernels() -> None:
+@pytest.mark.parametrize(
+    ("target_format", "number_format", "files", "why"),
+    [
+        ("int8-avx2", "int8-avx2", "f", ""),
+        ("int8-avx2", "int8-arm64", "f", "expected --cpu-kernels mlx on both, or CPUs of one kind"),
+        ("int8-avx2", "int8-avx2", "g", "expected the same files on both"),
+        ("float32", "int8-arm64", "f", ""),
+        ("float32", "", "f", ""),
+    ],
+)
+@pytest.mark.parametrize("early", [False, True], ids=["after the target", "before the target"])
+def test_prompts_of_a_quantized_target_need_the_same_kernels(
+    harness: PoolHarness, target_format: str, number_format: str, files: str, why: str, early: bool
+) -> None:
     """Another CPU's keys and values differ in bits, and in a quantized forward that may change more than near-ties."""
-    made = Hello(
-        "target", "target-0", 1, 1, "mlx", "m", 10, 100, 1, 1, files="f", number_format="int8-onnxruntime-avx2"
-    )
-    same, other = (
-        structs.replace(made, role="prefill"),
-        structs.replace(made, role="prefill", number_format="int8-onnxruntime-arm64"),
-    )
-    assert is_kv_compatible(same, made) and not is_kv_compatible(other, made)
-    assert not is_kv_compatible(structs.replace(same, files="g"), made)
-    exact = structs.replace(made, number_format="float32")
-    assert is_kv_compatible(other, exact) and is_kv_compatible(structs.replace(same, number_format=""), exact)
+    target, reader = Peer(harness, "target", harness.spawned["target-0"][0]), Peer(harness, "prefill", 9)
+    hellos = [(target, "target-0", "f", target_format), (reader, "studio", files, number_format)]
+    for peer, name, own_files, own_format in hellos[:: -1 if early else 1]:
+        answer = peer.hello(name, files=own_files, number_format=own_format)
+    assert harness.pool.prefill_workers() == (set() if why else {"studio"})
+    if why:
+        reason = reader.receive_shutdown().reason if early and harness.losses() else answer.reason  # type: ignore[union-attr]
+        assert why in reason
+
+
+def test_prefill_worker_of_a_target_that_must_read_its_prompts_itself_is_dismissed(
+    make_harness: Callable[..., PoolHarness],
+) -> None:
+    harness = make_harness(prefill_workers=1)
+    harness.worker("prefill-0")
+    Peer(harness, "target", harness.spawned["target-0"][0]).hello("target-0", abilities=Abilities())
+    [loss] = harness.losses()
+    assert "prefill-0 is dismissed: the target of this cluster must read its prompts itself" in loss.why
+    assert harness.states()["prefill-0"] == "refused" and not harness.pool.prefill_workers()

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from outrider.protocol import worker_link
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.errors import EndpointError
-from outrider.protocol.messages import Close, Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
+from outrider.protocol.messages import Close, Fault, Hello, KvMemory, Message, Ping, Pong, Shutdown, Welcome
 from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, heartbeat_id, routing_id
 
@@ -139,19 +139,25 @@ def test_worker_notices_a_lost_orchestrator_and_joins_the_next(endpoint: str) ->
     second.close()
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["while it says HELLO", "before it says HELLO"])
-def test_worker_rejoins_an_orchestrator_that_was_only_paused(endpoint: str, before: bool) -> None:
+def test_worker_rejoins_an_orchestrator_that_was_only_paused(endpoint: str) -> None:
+    """It answers each HELLO that came meanwhile."""
     orchestrator, link = join(endpoint)
     with link:
         orchestrator.ping(1)
         with pytest.raises(OrchestratorGone):
             link.receive(wait=True)
-        asking = threading.Thread(target=orchestrator.ping, args=(2,))
-        asking.start()
-        if before:
-            asking.join()
+
+        def resume() -> None:
+            for _ in range(2):
+                orchestrator.receive(Hello)
+            for answer in (Welcome("studio"), KvMemory(1), Welcome("studio"), Close("r")):
+                orchestrator.send(answer)
+
+        resuming = threading.Thread(target=resume)
+        resuming.start()
         link.enter(HELLO)
-        asking.join()
+        resuming.join()
+        assert [link.receive(wait=True), link.receive(wait=True)] == [KvMemory(1), Close("r")]
     orchestrator.close()
 
 
@@ -171,6 +177,28 @@ def test_worker_joins_if_its_first_hello_was_lost(endpoint: str) -> None:
         link.enter(hello)
     assert link.name == "draft-1"
     welcoming.join()
+    orchestrator.close()
+
+
+def test_worker_with_a_parent_of_its_own_notices_a_lost_orchestrator(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a fleet's drafter, which ends with an actor on its own host."""
+    monkeypatch.setattr(worker_link, "end_with_parent", lambda fd: None)
+    orchestrator = Orchestrator(endpoint)
+    with WorkerLink(endpoint, "studio", parent_fd=0) as link:
+
+        def welcome() -> None:
+            orchestrator.receive(Hello)  # as if the first one were lost
+            orchestrator.receive(Hello)
+            orchestrator.send(Welcome("studio"), routing_id(link.incarnation))
+
+        welcoming = threading.Thread(target=welcome, daemon=True)
+        welcoming.start()
+        link.enter(replace(HELLO, incarnation=link.incarnation))
+        welcoming.join()
+        with pytest.raises(OrchestratorGone, match="no longer answers"):
+            link.receive(wait=True)
     orchestrator.close()
 
 

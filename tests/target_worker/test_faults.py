@@ -127,8 +127,10 @@ def test_fault_is_sent_only_after_all_ranks_have_answered() -> None:
 def test_failed_prompt_ends_only_its_own_request(fault: Exception | None) -> None:
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, poisoned(fault))  # type: ignore[arg-type]
-    found = run_worker(worker, link, [open_request("doomed", [1, POISON]), open_request("sound", [1, 2])])
+    doomed = replace_struct(open_request("doomed", [1, POISON]), epoch=3)
+    found = run_worker(worker, link, [doomed, open_request("sound", [1, 2])])
     assert list(faults(found)) == ["doomed"]
+    assert [answer.epoch for answer in found if isinstance(answer, Fault)] == [3]
     assert [answer.request for answer in found if isinstance(answer, Outcome)] == ["sound"]
 
 

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerNote
-from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE, Link
+from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE, WorkerLink
 from tools.simulation.profile import Profile
 
 LATE_FILE_VARIABLE = "OUTRIDER_SIMULATION_LATE"
@@ -71,7 +71,7 @@ def take_options() -> argparse.Namespace:
     return options
 
 
-def report_too_slow(link: Link, why: str) -> None:
+def report_too_slow(link: WorkerLink, why: str) -> None:
     """Reports that the worker of this link is too slow."""
     link.send(WorkerNote(why))
     if LATE_FILE_VARIABLE in os.environ:
