@@ -142,12 +142,6 @@ def as_part(grammar: Grammar, name: str) -> dict[str, Any]:
     return {**part, "name": name}
 
 
-def _whitespace_options(schema: Any) -> JsonCompileOptions | None:
-    """Returns the options for white space: `JSON_WHITESPACE`, or None if the schema's `x-guidance` sets them."""
-    own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
-    return JSON_WHITESPACE if isinstance(own, dict) and _WHITESPACE_KEYS.isdisjoint(own) else None
-
-
 def close_objects(schema: Any) -> Any:
     """Excludes properties that an object does not list, unless the schema says otherwise. A schema that combines
     others, which may list them, is returned unchanged."""
@@ -184,7 +178,9 @@ def _to_llguidance(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
             schema = close_objects(json.loads(grammar.text))
-            return LLMatcher.grammar_from_json_schema(json.dumps(schema), _whitespace_options(schema))
+            own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+            space = JSON_WHITESPACE if isinstance(own, dict) and _WHITESPACE_KEYS.isdisjoint(own) else None
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), space)
         case "regex":
             text = re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), grammar.text, flags=re.DOTALL)
             return LLMatcher.grammar_from_regex(text)

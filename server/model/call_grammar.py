@@ -379,8 +379,4 @@ def _fill_in(rules: Rules, text: str, name: str = "") -> str:
 
 def drop_unreadable(schema: Any) -> Any:
     """Removes the patterns that llguidance rejects: those with look-around or back references."""
-
-    def is_unreadable(key: str, value: Any) -> bool:
-        return key == "pattern" and isinstance(value, str) and _UNREADABLE.search(value) is not None
-
-    return prune(schema, is_unreadable)
+    return prune(schema, lambda key, value: key == "pattern" and bool(_UNREADABLE.search(str(value))))
