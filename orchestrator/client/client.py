@@ -122,6 +122,14 @@ class StreamClient(ABC, Generic[S]):
         self._lock = threading.Lock()
         self._is_closed = False
 
+    def __getstate__(self) -> dict[str, object]:
+        """Returns what a copy in another process needs: not the streams, nor the check of a child of this process."""
+        return {name: value for name, value in vars(self).items() if name not in ("_streams", "_lock", "_alive")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        StreamClient.__init__(self)
+        vars(self).update(state, _alive=None)
+
     def stream(
         self,
         prompt: Prompt,
