@@ -103,6 +103,7 @@ def test_prompt_may_be_token_ids(server, codec, prompt):
         ({"prompt": [-1]}, "out of range"),
         ({"prompt": [2**40]}, "out of range"),
         ({"prompt": "\ud800"}, "be encoded as UTF-8"),
+        ({"prompt": [{"role": "user", "content": "x"}]}, "expected a str or ints; HTTP takes messages"),
         ({"prompt": None}, "neither text nor token ids"),
         ({"prompt": 5}, "neither text nor token ids"),
         ({"prompt": b"x"}, "neither text nor token ids"),
