@@ -11,7 +11,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +36,11 @@ MAX_CACHED_GRAMMARS = 32
 # pattern, the library forces all text that is certain, and allows only one tokenization of it.
 JSON_WHITESPACE: JsonCompileOptions = {"whitespace_pattern": " "}
 _WHITESPACE_KEYS = {"whitespace_pattern", "whitespace_flexible", "item_separator", "key_separator"}
+ANNOTATION_KEYS = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
+_CLOSABLE_KEYS = ANNOTATION_KEYS | {"type", "properties", "required", "$defs", "definitions", "x-guidance"}
+_SUBSCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_LITERAL_KEYS = {"enum", "const", "required"}
+_COMBINED = re.compile('"(?:allOf|not|if|dependentSchemas)":')
 # The library computes forever what `start: /z+/ "z"` forces, which no text ends. The last directive of its kind counts.
 _WITHOUT_FORCING = '\n%llguidance {"no_forcing": true}\n'
 # A fifth of the library's default, because a short grammar such as a{1000}{1000} must not take a second.
@@ -144,18 +149,45 @@ def as_part(grammar: Grammar, name: str) -> dict[str, Any]:
     return {**part, "name": name}
 
 
-def _whitespace_options(schema: str) -> JsonCompileOptions | None:
-    """Returns the options for white space: `JSON_WHITESPACE`, or None if the schema's `x-guidance` sets them."""
-    parsed = json.loads(schema)
-    own = parsed.get("x-guidance", {}) if isinstance(parsed, dict) else None
-    return JSON_WHITESPACE if isinstance(own, dict) and _WHITESPACE_KEYS.isdisjoint(own) else None
+def close_objects(schema: Any) -> Any:
+    """Excludes properties that an object does not list, unless the schema says otherwise. A schema that combines
+    others, which may list them, is returned unchanged."""
+    return schema if _COMBINED.search(json.dumps(schema)) else prune(schema, lambda *_: False, closes=True)
+
+
+def prune(schema: Any, unwanted: Callable[[str, Any], bool], closes: bool = False) -> Any:
+    """Returns a schema without the keywords that are `unwanted`, by name and value; a pattern that names properties
+    counts as a `pattern`. `closes`: plain objects have only the properties that they list."""
+    if isinstance(schema, list):
+        return [prune(one, unwanted, closes) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found, inside = dict[str, Any](), closes and "properties" not in schema
+    for key, value in schema.items():
+        if key in _SUBSCHEMA_MAPS and isinstance(value, dict):
+            kept = [name for name in value if key != "patternProperties" or not unwanted("pattern", name)]
+            found[key] = {name: prune(value[name], unwanted, closes) for name in kept}
+        elif not unwanted(key, value):
+            found[key] = value if key in _LITERAL_KEYS else prune(value, unwanted, inside)
+    return close_object(found) if closes else found
+
+
+def close_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """Excludes the properties that a plain object does not list, unless it requires one of them."""
+    listed, needed = schema.get("properties"), schema.get("required", [])
+    if not isinstance(listed, dict) or not isinstance(needed, list) or set(schema) - _CLOSABLE_KEYS:
+        return schema
+    return {**schema, "additionalProperties": False} if {*map(str, needed)} <= {*listed} else schema
 
 
 def _to_llguidance(grammar: Grammar) -> str:
     """Converts the grammar to llguidance's own format. The GBNF converter raises plain Exception on errors."""
     match grammar.kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text, _whitespace_options(grammar.text))
+            schema = close_objects(json.loads(grammar.text))
+            own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+            space = JSON_WHITESPACE if isinstance(own, dict) and _WHITESPACE_KEYS.isdisjoint(own) else None
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), space)
         case "regex":
             text = re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), grammar.text, flags=re.DOTALL)
             return LLMatcher.grammar_from_regex(text)

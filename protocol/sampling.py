@@ -69,7 +69,8 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str | bool) -> Grammar:
-        """Returns the grammar of JSON that matches this schema; {"type": "object"} is any JSON object.
+        """Returns the grammar of JSON that matches this schema; {"type": "object"} is any JSON object. An object that
+        lists its properties has no others, unless `additionalProperties` allows them.
 
         Raises:
             InvalidRequest: the schema holds a value that JSON can't express.

@@ -83,6 +83,9 @@ class Connection(H11Protocol):
             extensions: dict[str, object] = self.cycle.scope.setdefault("extensions", {})  # type: ignore[assignment]
             extensions[_CYCLE_EXTENSION] = self.cycle
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Logs nothing: an offered protocol is ignored, and Java's HTTP client offers one with each request."""
+
     def pause_writing(self) -> None:
         """Starts the reader's time limit, because the system's send buffer is full."""
         super().pause_writing()

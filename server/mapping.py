@@ -23,7 +23,7 @@ from typing import Any, Literal
 from outrider.grammar.compiler import as_part, check_grammar
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import MAX_SEED, Grammar, SamplingParams
-from outrider.server.model.call_grammar import Rules, arguments_of, close_objects, drop_unreadable, one_of, write_calls
+from outrider.server.model.call_grammar import Rules, arguments_of, drop_unreadable, one_of, write_calls
 from outrider.server.model.served import ServedModel, ThinkingMode, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import ToolFormat, replace_lone_surrogates
 from outrider.server.problems import Problem
@@ -244,8 +244,6 @@ def _parse_format_field(name: str, given: Any) -> OutputFormat:
                 return OutputFormat(Grammar.json_object(), name)
         if not isinstance(given, Mapping | str | bool):
             raise Problem(f"{name}: the schema is not an object; expected a JSON schema", name)
-        with suppress(ValueError, RecursionError):
-            given = close_objects(json.loads(given) if isinstance(given, str) else given)
         return OutputFormat(Grammar.json_schema(given), name)
 
 

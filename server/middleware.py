@@ -124,7 +124,9 @@ class AuthMiddleware:
     def _authorize(self, scope: Scope) -> None:
         headers, path = Headers(scope=scope), scope["path"]
         if self._hosts is not None and not _is_known_host(headers.get("host", ""), self._hosts):
-            raise Problem("the Host header names another machine; use localhost or an IP address", status=403)
+            raise Problem(
+                "the Host header names another machine; use localhost, an IP address or --api-key", status=403
+            )
         given = (get_api_key(scope) or "").encode(errors="replace")
         # Every key is compared, so that the time does not depend on which one matches.
         known = [hmac.compare_digest(given, key) for key in self._keys]

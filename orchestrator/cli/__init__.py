@@ -237,10 +237,10 @@ def run_group(
     if name in commands:
         return run(f"{parser.prog} {name}", partial(load, name), given[1:])
     parser.usage = f"{parser.prog} COMMAND ..."
-    if name and not name.startswith("-"):
+    if name and name not in parser._option_string_actions:
         close = get_close_matches(name, commands, n=1)
         hint = f" (did you mean {close[0]}?)" if close else f"; expected one of {', '.join(commands)}"
-        parser.error(f"unknown command {name!r}{hint}")
+        parser.error(f"expected a command before {name}" if name.startswith("-") else f"unknown command {name!r}{hint}")
     parser.parse(given)
     parser.print_help()
     return 0

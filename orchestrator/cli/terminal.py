@@ -102,7 +102,7 @@ def _prepare_streams() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # readers check what they read
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")  # readers check what they read
 
 
 @contextmanager

@@ -117,6 +117,14 @@ class StreamClient(ABC, Generic[S]):
         self._lock = threading.Lock()
         self._is_closed = False
 
+    def __getstate__(self) -> dict[str, object]:
+        """Returns what a copy in another process needs: not the streams, nor the check of a child of this process."""
+        return {name: value for name, value in vars(self).items() if name not in ("_streams", "_lock", "_alive")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        StreamClient.__init__(self)
+        vars(self).update(state, _alive=None)
+
     def stream(
         self,
         prompt: Prompt,
@@ -279,11 +287,9 @@ class EndpointClient:
         self.endpoint = endpoint
         self.sources = int(values.check_bool("reconnect", reconnect))
         self.timeout = values.check_float("timeout", timeout, 0.001, math.inf)
-        if server_key is not None:
-            server_key = values.check_text("server_key", server_key)
-        if keys is not None:
-            keys = values.check_path("keys", keys)
-        self._keys = find_client_keys(endpoint, server_key, keys)
+        given_key = None if server_key is None else values.check_text("server_key", server_key)
+        folder = None if keys is None else values.check_path("keys", keys)
+        self._keys = find_client_keys(endpoint, given_key, folder)
         self._alive = alive
         self._client_id = new_client_id()
 
@@ -332,10 +338,9 @@ class Client(EndpointClient, BaseClient):
         liveness = self.liveness()
         with self.open_socket() as socket:
             _send(socket, encode(liveness.on_silence()))
-            while True:
-                answer = self._receive(socket, liveness)
-                if isinstance(answer, Stats):
-                    return answer
+            while not isinstance(answer := self._receive(socket, liveness), Stats):
+                pass
+            return answer
 
     def run_once(self, dialogue: Dialogue) -> Iterator[Chunk]:
         liveness = self.liveness()

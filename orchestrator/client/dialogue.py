@@ -110,7 +110,7 @@ def _as_tokens(prompt: object) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     if ids.shape == (0,):
         raise InvalidRequest(EMPTY_PROMPT)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InvalidRequest("the prompt is neither text nor token ids; expected a str or a sequence of whole numbers")
+        raise InvalidRequest("the prompt is neither text nor token ids; expected a str or ints; HTTP takes messages")
     if len(ids) > MAX_AXIS_LENGTH:
         raise PromptTooLong(
             f"the prompt is too long: {len(ids)} tokens > {MAX_AXIS_LENGTH} maximum; any model's maximum context"

@@ -17,7 +17,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from outrider.grammar.compiler import JSON_WHITESPACE, Vocabulary
+from outrider.grammar.compiler import ANNOTATION_KEYS, JSON_WHITESPACE, Vocabulary, close_object, close_objects, prune
 from outrider.protocol.errors import InvalidRequest
 
 ANY_TEXT = "/(?s:.*)/"
@@ -35,14 +35,8 @@ _WORD = r"[\w.-]+"
 _IDENTIFIER = rf"(?!(?:{'|'.join(kwlist)})$)[^\W\d]\w*"
 _LINE_BREAK_BLOCK = "@nl", "@nl", "@nl"
 _MARKS = {"@nl": '"\\n"?', "@sp": '" "?', "@n": "/[0-9]{1,2}/"}
-_ANNOTATION_KEYS = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
-_SUBSCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _UNREADABLE = re.compile(r"\(\?<?[=!]|\\[1-9]")
-_LITERAL_KEYS = {"enum", "const", "required"}
-_PLAIN_OBJECT_KEYS = {"type", "properties", "required", "$defs", "definitions"}
-_SEPARABLE_KEYS = _PLAIN_OBJECT_KEYS | {"additionalProperties", "x-guidance"}
-_CLOSABLE_KEYS = _PLAIN_OBJECT_KEYS | _ANNOTATION_KEYS | {"x-guidance"}
-_COMBINED = re.compile('"(?:allOf|not|if|dependentSchemas)":')
+_SEPARABLE_KEYS = {"type", "properties", "required", "$defs", "definitions", "additionalProperties", "x-guidance"}
 
 
 class Rules:
@@ -336,8 +330,8 @@ def arguments_of(function: dict[str, Any], strict: bool) -> Schema:
     Raises:
         InvalidRequest: the schema does not describe an object.
     """
-    schema = _prune(function["parameters"], lambda key, _: key in _ANNOTATION_KEYS)
-    schema = _close_object(close_objects(schema if strict else drop_unreadable(schema)))
+    schema = prune(function["parameters"], lambda key, _: key in ANNOTATION_KEYS)
+    schema = close_object(close_objects(schema if strict else drop_unreadable(schema)))
     if (kind := schema.get("type", "object")) != "object" and not (isinstance(kind, list) and "object" in kind):
         raise InvalidRequest(f"the arguments have type {kind!r}; expected the schema of an object")
     return {**schema, "type": "object", "x-guidance": {**JSON_WHITESPACE, "lenient": not strict}}
@@ -385,39 +379,4 @@ def _fill_in(rules: Rules, text: str, name: str = "") -> str:
 
 def drop_unreadable(schema: Any) -> Any:
     """Removes the patterns that llguidance rejects: those with look-around or back references."""
-
-    def is_unreadable(key: str, value: Any) -> bool:
-        return key == "pattern" and isinstance(value, str) and _UNREADABLE.search(value) is not None
-
-    return _prune(schema, is_unreadable)
-
-
-def close_objects(schema: Any) -> Any:
-    """Excludes properties that an object does not list, unless the schema says otherwise. A schema that combines
-    others, which may list them, is returned unchanged."""
-    return schema if _COMBINED.search(json.dumps(schema)) else _prune(schema, lambda *_: False, closes=True)
-
-
-def _prune(schema: Any, unwanted: Callable[[str, Any], bool], closes: bool = False) -> Any:
-    """Returns a schema without the keywords that are `unwanted`, by name and value; a pattern that names properties
-    counts as a `pattern`. `closes`: plain objects have only the properties that they list."""
-    if isinstance(schema, list):
-        return [_prune(one, unwanted, closes) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found, inside = Schema(), closes and "properties" not in schema
-    for key, value in schema.items():
-        if key in _SUBSCHEMA_MAPS and isinstance(value, dict):
-            kept = [name for name in value if key != "patternProperties" or not unwanted("pattern", name)]
-            found[key] = {name: _prune(value[name], unwanted, closes) for name in kept}
-        elif not unwanted(key, value):
-            found[key] = value if key in _LITERAL_KEYS else _prune(value, unwanted, inside)
-    return _close_object(found) if closes else found
-
-
-def _close_object(schema: Schema) -> Schema:
-    """Excludes the properties that a plain object does not list, unless it requires one of them."""
-    listed, needed = schema.get("properties"), schema.get("required", [])
-    if not isinstance(listed, dict) or not isinstance(needed, list) or set(schema) - _CLOSABLE_KEYS:
-        return schema
-    return {**schema, "additionalProperties": False} if {*map(str, needed)} <= {*listed} else schema
+    return prune(schema, lambda key, value: key == "pattern" and bool(_UNREADABLE.search(str(value))))

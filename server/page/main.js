@@ -38,10 +38,12 @@ addEventListener("scrollend", () => (scrollsUntil = 0));
 const openSettings = (event) => (find(".settings").open ||= find(".settings").contains(event.target));
 form.addEventListener("invalid", openSettings, true); // a hidden field can't show its error
 document.addEventListener("keydown", (event) => {
+  // The keys of an input method; Safari marks the one that ends a composition by its code only.
+  if (event.isComposing || event.keyCode === 229) return;
   if (event.key === "Escape") running?.abort();
   if (SCROLL_KEYS.includes(event.key) && !event.target.closest("textarea, input")) beginScroll();
   if (event.key !== "Enter") return;
-  const sends = isChat() && event.target === form.prompt && !event.shiftKey && !event.isComposing;
+  const sends = isChat() && event.target === form.prompt && !event.shiftKey;
   if (sends) event.preventDefault();
   if (sends || event.ctrlKey || event.metaKey) form.requestSubmit();
 });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -135,6 +136,38 @@ def test_json_has_at_most_one_space_unless_its_schema_allows_more(
     else:
         with pytest.raises(InvalidRequest):
             one.check(tokens)
+
+
+NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "is_allowed"),
+    [
+        (NAMED, '{"a": 1}', True),
+        (NAMED, '{"a": 1, "b"', False),
+        (NAMED, '{"b"', False),
+        ({"$defs": {"named": NAMED}, "type": "array", "items": {"$ref": "#/$defs/named"}}, '[{"a": 1, "b"', False),
+        ({**NAMED, "additionalProperties": True}, '{"a": 1, "b"', True),
+        ({**NAMED, "required": ["b"]}, '{"a": 1, "b"', True),
+        ({"allOf": [NAMED, {"required": ["b"]}]}, '{"a": 1, "b"', True),
+        ({"type": "object"}, '{"b": 1}', True),
+    ],
+)
+def test_object_has_only_the_listed_properties_unless_its_schema_allows_more(
+    schema: dict[str, Any], text: str, is_allowed: bool
+) -> None:
+    """As in llama.cpp and vLLM; otherwise a small model may fill its whole token budget with invented properties."""
+    tokens = list(CODEC.encode(text, special=False))
+    parts = compiler.as_part(Grammar.json_schema(schema), "form")
+    whole = {"grammars": [{"name": "answer", "lark_grammar": "start: @form"}, parts]}
+    for one in (constraint(Grammar.json_schema(schema)), constraint(Grammar("llguidance", json.dumps(whole)))):
+        one.allowed([tokens])
+        if is_allowed:
+            one.check(tokens)
+        else:
+            with pytest.raises(InvalidRequest):
+                one.check(tokens)
 
 
 def test_min_tokens_forbids_an_end_unless_nothing_else_is_allowed() -> None:

@@ -171,7 +171,12 @@ def test_version_is_printed(run):
         (["bake"], 2, "unknown command 'bake'; expected one of generate"),
         (["help", "bake"], 2, "unknown command 'bake'; expected one of generate"),
         (["genrate", "-p", "x", "--seed", "3"], 2, "unknown command 'genrate' (did you mean generate?); see"),
-        (["--mode", "generate"], 2, "unknown flag --mode"),
+        (["--mode", "ar", "generate"], 2, "expected a command before --mode; see outrider --help"),
+        (
+            ["generate", "x", "--model", "smolm2"],
+            3,
+            "no such path: smolm2; expected a name (smollm2 or",
+        ),
         (["--version", "generate"], 2, "unexpected argument 'generate'"),
         (["generate", "-p"], 2, "expected one argument"),
         (["generate", "-p", "--json"], 2, "expected one argument"),

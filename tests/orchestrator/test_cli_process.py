@@ -18,6 +18,7 @@ import pytest
 
 from outrider.orchestrator import serve
 from outrider.orchestrator.cli.doctor import REPORT_MODULE
+from outrider.orchestrator.events import Admit
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.protocol.errors import EndpointError, ModelError
@@ -73,6 +74,13 @@ def test_generate_works_with_closed_standard_streams(server, codec):
     server.core.on_admit = generates(codec, "x = 1")
     done = outrider("generate", "-p", "x", "--connect", server.endpoint, shell="2>&- <&-")
     assert (done.returncode, done.stdout, done.stderr) == (0, b"x = 1\n", b"")
+
+
+def test_byte_order_mark_on_stdin_is_no_part_of_the_prompt(server, codec):
+    """Editors and shells on Windows write one at the beginning of a file."""
+    server.core.on_admit = generates(codec, "x = 1")
+    done = outrider("generate", "-", "--connect", server.endpoint, before=r"printf '\357\273\277x' |")
+    assert done.returncode == 0 and server.core.wait_for(Admit)[0].tokens == codec.encode("x")
 
 
 def test_program_that_doctor_starts_has_the_standard_streams_too():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import multiprocessing
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
@@ -50,6 +53,18 @@ def generates_without_end(codec):
     ]
 
 
+def test_client_can_be_sent_to_another_process(server, codec):
+    """macOS, and Python from 3.14 on, start the processes of a pool without `fork`, so their arguments are pickled."""
+    server.core.on_admit = generates(codec, "x = 1")
+    clients = [Client(server.endpoint, alive=threading.Lock().locked), Resumed([Client(server.endpoint)])]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        for client in clients:
+            assert pool.submit(client.generate, "x").result().text == "x = 1"
+    copy = pickle.loads(pickle.dumps(AsyncClient(server.endpoint, reconnect=True, timeout=3.0)))
+    assert (copy.endpoint, copy.sources, copy.timeout) == (server.endpoint, 1, 3.0)
+    assert asyncio.run(copy.generate("x")).text == "x = 1"
+
+
 def test_outrider_exports_the_orchestrators_names():
     for name in outrider.__all__:
         assert getattr(outrider, name) is getattr(__import__("orchestrator"), name)
@@ -88,6 +103,7 @@ def test_prompt_may_be_token_ids(server, codec, prompt):
         ({"prompt": [-1]}, "out of range"),
         ({"prompt": [2**40]}, "out of range"),
         ({"prompt": "\ud800"}, "be encoded as UTF-8"),
+        ({"prompt": [{"role": "user", "content": "x"}]}, "expected a str or ints; HTTP takes messages"),
         ({"prompt": None}, "neither text nor token ids"),
         ({"prompt": 5}, "neither text nor token ids"),
         ({"prompt": b"x"}, "neither text nor token ids"),

@@ -70,7 +70,7 @@ def test_context_length_is_what_the_positions_allow(config, expected):
 
 @pytest.mark.parametrize("name", ["/no/such/path", "./nope", "~/nope-nope", "nope", "a/b/c", "org/na me"])
 def test_missing_path_raises_model_error(name):
-    with pytest.raises(ModelError, match=r"no such path: .*expected a name of `outrider pairs`, a model's folder"):
+    with pytest.raises(ModelError, match=r"no such path: .*expected a name \(smollm2 or .*a folder or a GGUF file"):
         find_model(name)
 
 
@@ -96,7 +96,7 @@ def test_path_that_cannot_be_looked_up_raises_model_error(name, monkeypatch):
         monkeypatch.setattr(Path, "exists", forbidden)
     is_long_and_only_missing = sys.version_info >= (3, 14) and name.startswith("xxx")  # there, Path.exists is False
     why = "no such path: " if is_long_and_only_missing else r"can't be opened \("
-    with pytest.raises(ModelError, match=rf"{why}.*expected a name of `outrider pairs`"):
+    with pytest.raises(ModelError, match=rf"{why}.*expected a name \("):
         find_model(name)
 
 

@@ -201,9 +201,14 @@ def test_expect_100_continue_is_answered_with_continue_or_a_refusal(address: tup
     assert status(response_to(address, head(TEXT, b"Content-Length: 99999999999", *wanted))) == 413
 
 
-def test_unknown_upgrade_is_ignored(address: tuple[str, int]) -> None:
-    more = b"Connection: Upgrade, close\r\nUpgrade: websocket\r\n"
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c"])
+def test_unknown_upgrade_is_ignored(
+    address: tuple[str, int], protocol: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a word: Java's HTTP client offers h2c with each request."""
+    more = b"Connection: Upgrade, close\r\nUpgrade: " + protocol + b"\r\n"
     assert status(response_to(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + more + b"\r\n")) == 200
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("asked", [b"", b"GET /heal", head(TEXT, b"Content-Length: 20") + b"{}"])

@@ -530,6 +530,22 @@ def test_page_of_a_chat_model_keeps_a_conversation(visit: Open, chat: RunningSer
     assert [one["content"] for one in sent_messages(page)[-1]] == ["Lost?"]
 
 
+def test_keys_of_an_input_method_neither_send_nor_stop(visit: Open, chat: RunningServer) -> None:
+    """Chinese and Japanese are composed with Enter and Escape; Safari marks the last of them by its code only."""
+    page = visit(chat.url)
+    message = page.get_by_label("Message")
+    message.fill("你好")
+    for mark in ({"isComposing": True}, {"keyCode": 229}):
+        message.dispatch_event("keydown", {"key": "Enter", **mark})
+        assert page.locator(".turn").count() == 0
+    with suspended(pid_of(chat.client, "target")):
+        message.press("Enter")
+        page.locator("#stop[aria-disabled=false]").wait_for()
+        message.dispatch_event("keydown", {"key": "Escape", "isComposing": True})
+    wait_until_done(page)
+    assert page.locator(".turn").all_inner_texts() == ["你好"]
+
+
 def test_answer_that_is_only_reasoning_so_far_is_kept(visit: Open, chat: RunningServer) -> None:
     page = visit(chat.url)
     template(page, enable_thinking=True)
