@@ -162,7 +162,7 @@ class Fault(Message, frozen=True):
     request: RequestId | None
     message: Text
     dispensable: bool = False
-    epoch: Count = 0
+    epoch: Serial = 0
 
 
 class WorkerNote(Message, frozen=True):
