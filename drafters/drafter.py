@@ -151,7 +151,7 @@ def make_drafter(
     """Returns the drafter `backend` for `model` (a model folder; for `coreml` also a package).
 
     Args:
-        prefill: the backend that reads prompts for `mlx`, see `drafters.coreml.selection`.
+        prefill: the backend that reads prompts for `mlx`, see `drafters.coreml.selection.load_prompt_reader`.
         target: the folder of the model whose features a head reads.
     """
     match backend:

@@ -2,10 +2,6 @@
 
 A policy (`FanOut`) divides a budget of branches among the numbers of accepted tokens: it returns F_k for k =
 0..chain_length, from the drafter's scores at each fork point (None: not known yet).
-
-`Calibration` counts how often a chain token is accepted, and the rank of the bonus token among the candidates. Both
-depend on how sure the drafter is, so both are counted by *gap*: how far the chosen token's score is above the next one,
-or a candidate's below the first. Old rounds lose weight.
 """
 
 from __future__ import annotations
@@ -66,7 +62,12 @@ class Share:
 
 
 class Calibration:
-    """Estimates of acceptance for the fan-out, updated by each outcome."""
+    """Estimates of acceptance for the fan-out, updated by each outcome; old rounds lose weight.
+
+    Counts how often a chain token is accepted, and the rank of the bonus token among the candidates. Both depend on how
+    sure the drafter is, so both are counted by *gap*: how far the chosen token's score is above the next one, or a
+    candidate's below the first.
+    """
 
     def __init__(self) -> None:
         middles = [0.0, *((a + b) / 2 for a, b in pairwise(GAP_EDGES)), 12.0]

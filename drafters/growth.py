@@ -6,10 +6,6 @@ grows only as many as leave time for other forwards in the same round, so that t
 Paper, sections 3 and 4. Works on one tree, and reuses the nodes of earlier rounds, so that nothing is fed twice. The
 work is a generator (`Steps`) that yields whenever it needs a forward, so that several requests can share one
 (`work_ahead`).
-
-A `Continuation` is what a drafter proposes after the committed text: a chain, or a tree of a chain and alternatives to
-its tokens. An alternative to token k of a chain covers one outcome (k, t); `fan_out.Calibration` estimates the
-probabilities.
 """
 
 from __future__ import annotations
@@ -53,7 +49,8 @@ def without_forwards(result: Result) -> Steps[Result]:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The tokens proposed after the committed text, and the distributions that they were drawn from, if any.
+    """What a drafter proposes after the committed text, a chain or a tree of a chain and alternatives to its tokens,
+    and the distributions that the tokens were drawn from, if any.
 
     With `parents` the tokens are a tree (`protocol.trees`), whose first branch is the drafter's chain. `odds` holds the
     probability that each token is accepted if the one before it is; (): not known.
@@ -93,7 +90,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class AlternativesAt:
-    """The alternatives at one position of a chain, best first, and their gaps."""
+    """The alternatives to token k of a chain, best first, and their gaps. Each covers one outcome (k, t)."""
 
     others: tuple[int, ...]
     point: ForkPoint

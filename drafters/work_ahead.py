@@ -2,13 +2,7 @@
 
 A commit makes tokens final: they stay in the token tree, update the calibration, and are fed if they were not drafted;
 then the branches of the next chain under verification grow (`growth`). One `advance` or `read` is one forward of the
-drafter, so that its caller can handle messages between two. `start_drafting` opens a request, with drawn continuations
-if its sampling needs them.
-
-`run_together` feeds the tokens that several requests want to feed in one forward. If it fails, each request is tried
-alone, so that only those requests end whose own forward fails. `DraftBatcher` grows the branches of several requests
-under one budget. `Capacity` estimates how many branches can be ready before the target's outcome, from the time of a
-forward by its rows and the length of a round; old measurements lose weight. Knows nothing of sockets.
+drafter, so that its caller can handle messages between two. Knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -225,7 +219,8 @@ def check_in_vocabulary(drafter: Drafter, tokens: Sequence[int]) -> None:
 
 
 class Capacity:
-    """Estimates of the times of a drafter's forwards and of the rounds."""
+    """Estimates how many branches can be ready before the target's outcome, from the time of a forward by its rows and
+    the length of a round; old measurements lose weight."""
 
     def __init__(self) -> None:
         self._cost, self._rounds = ForwardCost(), ForwardCost()
@@ -261,7 +256,7 @@ class Capacity:
 
 
 class DraftBatcher:
-    """Makes the forwards that grow branches, each for all requests that need one."""
+    """Makes the forwards that grow branches under one budget, each for all requests that need one."""
 
     def __init__(self, calibration: Calibration | None = None) -> None:
         self.capacity = Capacity()
@@ -338,7 +333,8 @@ def _run_catching(steps: Steps[Result]) -> Steps[Result | OutriderError]:
 
 
 def _feed_trees(fed: Sequence[tuple[TokenTree, TreeFeed]]) -> Sequence[list[int] | OutriderError]:
-    """Makes one forward, or one for each tree if that fails; returns each tree's new nodes."""
+    """Makes one forward. If it fails, makes one for each tree, so that only those requests end whose own forward fails.
+    Returns each tree's new nodes."""
     trees, feeds = [tree for tree, _ in fed], [feed for _, feed in fed]
     nodes = _call_catching(lambda: type(trees[0]).feed_together(trees, feeds))
     if not isinstance(nodes, OutriderError):

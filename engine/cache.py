@@ -1,7 +1,4 @@
-"""Helpers for every kind of KV cache: growing buffers, and the caches that mlx-lm makes for a model.
-
-`ensure_capacity` grows buffers by more than is needed, so that they rarely have to grow. Knows nothing of tokens.
-"""
+"""Helpers for every kind of KV cache: growing buffers, and mlx-lm's caches of a model. Knows nothing of tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def flatten_caches(cache: Any) -> list[Any]:
 
 
 def ensure_capacity(buffer: mx.array | None, rows: int, columns: int, like: mx.array, early: int = 0) -> mx.array:
-    """Returns `buffer`, or a larger copy of it if it has too few rows or columns.
+    """Returns `buffer`, or a copy of it, larger than is needed now, if it has too few rows or columns.
 
     It is copied `early` columns before it must be; with a different `early` for each layer no forward copies all.
     """

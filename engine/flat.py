@@ -1,15 +1,11 @@
 """Several texts in one forward: one flat row of all their tokens, with attention text by text.
 
 Dense layers see the tokens of all texts as one row, so nothing is padded there and weights are read once. Each
-attention layer has one buffer with a row for each text (`FlatCache`). mlx-lm models run unmodified: their cache objects
+attention layer has one buffer with a row for each text. mlx-lm models run unmodified: their cache objects (`FlatCache`)
 supply positions and masks, and the attention function of their modules asks the cache (`patch_attention`).
 
-A `Segment` is one text's part of a flat row: the number of its tokens, their columns and positions, and which columns
-each token sees. Ordinary tokens are consecutive and see all tokens before them. The nodes of a tree of drafts also have
-a column each, but their position is given by their depth, and they see only their ancestors. `FlatRows` opens, closes
-and copies the rows of the buffers; rows in use come first, so that a forward sees a block of rows. The texts of a
-target and of a head have this form, and so do a drafter's token trees. Knows rows, columns and lengths; knows nothing
-of tokens' meaning or of requests.
+The texts of a target and of a head have this form, and so do a drafter's token trees. Knows rows, columns and lengths;
+knows nothing of tokens' meaning or of requests.
 """
 
 from __future__ import annotations
@@ -52,8 +48,8 @@ LayerKVs = tuple[tuple[mx.array, mx.array], ...]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The next `count` tokens of the text in `row`, whose first `start` tokens are in the buffers. `long`: a piece of a
-    prompt."""
+    """One text's part of a flat row: the next `count` tokens of the text in `row`, whose first `start` tokens are in
+    the buffers. They are consecutive and see all tokens before them. `long`: a piece of a prompt."""
 
     row: int
     start: int
@@ -80,7 +76,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSegment(Segment):
-    """Nodes of a token tree, in the order in which they were fed; other tokens of the text may come before them.
+    """Nodes of a token tree, in the order in which they were fed; other tokens of the text may come before them. Each
+    has a column, but its position is given by its depth, and it sees only its ancestors.
 
     `all_positions`: the position of each of the row's columns, [end]. `visible`: what each node sees, [count, end].
     """
@@ -413,9 +410,9 @@ class FlatSequence:
 
 
 class FlatRows:
-    """One buffer for each layer of `model`, for all texts. `is_lazy`: forwards are computed when they are read.
+    """One buffer for each layer of `model`, for all texts. Rows in use come first, so a forward sees a block of rows.
 
-    `together`: a forward may feed several texts.
+    `is_lazy`: forwards are computed when they are read. `together`: a forward may feed several texts.
     """
 
     together = True

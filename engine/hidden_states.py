@@ -1,10 +1,6 @@
 """Finds parts of unmodified mlx-lm models, records their hidden states, and computes only the wanted logits.
 
-`HiddenStates` records the outputs of chosen layers, and the input and output of the final norm, during forwards that
-request them. Layers are counted from 0. `HiddenStateReaders` lets several readers share one recording. `FirstLayers`
-runs the model's own forward up to a layer and ends it there. `find_backbone` and the functions after it find a model's
-layers, final norm, embedding and output layer. With `LMHead` the output layer computes logits only of the wanted rows
-(`LogitsIndices`), by default of all. Knows rows of tokens; knows nothing of texts, chains or readers.
+Layers are counted from 0. Knows rows of tokens; knows nothing of texts, chains or readers.
 """
 
 from __future__ import annotations
@@ -116,7 +112,8 @@ class HiddenStatePoints:
 
 
 class HiddenStates:
-    """Records rows of one model. `fuse` converts recorded rows [N, points * D] to the rows of the readers, [N, W]."""
+    """Records rows of one model during forwards that request them. `fuse` converts recorded rows [N, points * D] to the
+    rows of the readers, [N, W]."""
 
     def __init__(
         self, model: nn.Module, points: HiddenStatePoints, fuse: Callable[[mx.array], mx.array] | None = None
@@ -199,7 +196,7 @@ class HiddenStates:
 
 
 class FirstLayers:
-    """The first `count` layers of `model`."""
+    """The model's own forward, which ends after its first `count` layers."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         _, layers = find_backbone(model)

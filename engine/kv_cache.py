@@ -1,12 +1,6 @@
 """The KV cache of a target: all its texts, and one forward over many of them.
 
-`ModelRows` are rows of flat buffers (`engine.flat`) and forwards over them. `FlatKVCache` feeds texts together.
-`SeparateKVCache` feeds them one after another, for models with state that can't share a row. Both can roll a text back
-to a length. A `CacheSlot` is one request: its committed tokens, its sampler, and its sequence in the KV cache.
-
-`KVLayout` packs the keys and values of a piece of a text into bytes, from which another process with the same model
-continues. Nothing is rounded: the bytes are in the model's own number format. Knows tokens, logits and arrays; knows
-nothing of messages, text or drafters.
+Knows tokens, logits and arrays; knows nothing of messages, text or drafters.
 """
 
 from __future__ import annotations
@@ -183,7 +177,7 @@ class ModelRows(FlatRows):
 
 
 class FlatKVCache(ModelRows):
-    """All texts in one buffer for each layer, one row each, rows in use first."""
+    """All texts in one buffer for each layer, one row each."""
 
     def __init__(self, model: nn.Module, trees: bool = True, cpu: OrtForward | None = None) -> None:
         """`cpu`: computes the forwards instead of MLX."""
@@ -322,7 +316,8 @@ def _join_tokens(parts: Sequence[Tokens]) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The order of a model's keys and values: layer after layer, keys before values.
+    """The order in which `pack` puts keys and values of a piece of a text into bytes, from which another process with
+    the same model continues: layer after layer, keys before values. Nothing is rounded.
 
     `tensors`: each one's shape for one token and its number format, [1, heads, 1, width].
     """
@@ -375,7 +370,8 @@ def check_prompt(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 class CacheSlot:
-    """One request. `tokens` are committed; the first `fed` of them have been fed. Between calls at least one is unfed.
+    """One request: its committed `tokens`, the first `fed` of which have been fed, its sampler, and its sequence in the
+    KV cache. Between calls at least one token is unfed.
 
     `prompt_logprobs`: those that the request asks for, by the position of the first token that was fed for them.
     `listener` is called with the hidden states of committed tokens that `engine.verify` feeds. It gets none of cached

@@ -2,16 +2,6 @@
 
 All trees of a model share one buffer for each layer (`engine.flat`), and mlx-lm models run unmodified. A node's mask
 and its position are those of its `NodeSegment`. Knows columns and positions; knows nothing of nodes or sampling.
-
-`KVRows` has a form for each kind of model: `JointKVRows`, whose trees share a forward like the target's texts, else
-`DenseKVRows`, with one tree per forward, and `RecurrentKVRows` for recurrent layers (hybrids of attention and
-recurrence). `engine.load_checks` chooses.
-
-A recurrent state can't be masked, so there a forward over R tokens is a batch of R rows of one token, each with its
-parent's state; every column keeps the state after it, by reference. Attention layers have one shared row of columns,
-which all rows of the batch read.
-
-A `PromptReader` with the same weights may read prompts instead of the model.
 """
 
 from __future__ import annotations
@@ -73,7 +63,8 @@ class NewRows:
 
 
 class KVRows:
-    """A tree's columns. A forward writes the columns from `start` on and, if `lazy`, never waits.
+    """A tree's columns, in a form for each kind of model, which `engine.load_checks` chooses. A forward writes the
+    columns from `start` on and, if `lazy`, never waits.
 
     `has_extra_state`: there is state besides the columns, so only all columns can be saved together.
     `max_unused_columns`: so many are not worth a gather. By default the methods do nothing, and `save` returns an empty
@@ -123,7 +114,7 @@ class ReadingFault(OutriderError):
 
 
 class PromptReader(Protocol):
-    """Reads prompts instead of a model. `note`: says so."""
+    """Reads prompts instead of a model, by the same weights. `note`: says so."""
 
     note: str
 
@@ -227,7 +218,7 @@ class DenseKVRows(KVRows):
 
 
 class JointKVRows(DenseKVRows):
-    """`KVRows` of a model with mlx-lm's common attention (`engine.load_checks` tries it): all trees in one forward."""
+    """`KVRows` of a model with mlx-lm's common attention: all trees in one forward, like the target's texts."""
 
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
@@ -283,7 +274,12 @@ class _BatchRows(ModelRows):
 
 
 class RecurrentKVRows(DenseKVRows):
-    """`KVRows` of a model with recurrent layers. Each tree puts its own state into the caches."""
+    """`KVRows` of a model with recurrent layers, alone or with attention. Each tree puts its own state into the caches.
+
+    A recurrent state can't be masked, so a forward over R tokens is a batch of R rows of one token, each with its
+    parent's state; every column keeps the state after it, by reference. Attention layers have one shared row of
+    columns, which all rows of the batch read.
+    """
 
     has_extra_state = True
     max_unused_columns = -1  # each has a state, which a gather frees, also of committed tokens

@@ -1,16 +1,8 @@
 """Checks at load what a model can do, and chooses the fastest form of its texts and trees that passes.
 
-`probe_abilities` tries a model as a target; the reference is its own caches, fed one token at a time. It chooses the
-simplest caches with the right logits: those that roll back at once, else the model's own, copied before each chain,
-else the model's own without chains. If layers have a window, everything is tried past the window, too, after
-repeated keys and values, because computing so many would take minutes.
-
-`open_kv_cache` opens a target's KV cache: texts share forwards if the logits stay right (`batch_logits_match`).
-`find_tree_form` finds the first form of a drafter's trees (`KVRows`) that reproduces the model's logits
-(`tree_logits_match`), or fails; a target verifies trees of drafts if its trees can share forwards. These checks
-compare with plain forwards (`logits_match`). They catch models whose attention ignores the mask, the positions or the
-columns that it is given, whose attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another
-way. `find_fault` runs a check and undoes a failed form's changes to the model. Knows nothing of requests.
+Forms are compared with plain forwards (`logits_match`). This catches models whose attention ignores the mask, the
+positions or the columns that it is given, whose attention is not mlx-lm's common one, or whose layers mix the tokens of
+a row in another way. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -73,7 +65,11 @@ TreeForm = type[DenseKVRows]
 
 @cache_per_model
 def probe_abilities(model: LoadedModel) -> Abilities:
-    """Returns what this model can do, tried once.
+    """Returns what this model can do as a target, tried once. The reference is its own caches, fed one token at a time.
+
+    Chooses the simplest caches with the right logits: those that roll back at once, else the model's own, copied before
+    each chain, else the model's own without chains. If layers have a window, everything is tried past the window, too,
+    after repeated keys and values, because computing so many would take minutes.
 
     Raises:
         ModelError: the model can't decode: its forward fails, or its logits are NaN or infinite.
@@ -312,7 +308,8 @@ def _make_restorer(model: nn.Module) -> Callable[[], None]:
 
 
 def open_kv_cache(model: LoadedModel) -> KVCache:
-    """Opens an empty KV cache. Its form is found once for each model."""
+    """Opens an empty KV cache, whose form is found once for each model. Texts share forwards if the logits stay right;
+    the target verifies trees of drafts if its trees can share forwards."""
     return _find_cache_form(model)()
 
 
@@ -352,7 +349,7 @@ def measure_sequence_cost(kv_cache: KVCache) -> KvCost:
 
 @cache_per_model
 def find_tree_form(model: LoadedModel) -> TreeForm:
-    """Returns the form of KV rows for trees of this model, found once for each model.
+    """Returns the first form of KV rows for a drafter's trees that has this model's logits; found once for each model.
 
     Raises:
         CannotDraft: no form reproduces this model's logits.

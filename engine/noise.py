@@ -7,8 +7,6 @@ not the libraries' logarithms: numpy and MLX return the same bits.
     key(seed, position)  two 64-bit finalisers (Stafford's mix 13)          on the host, once for each position
     h(key, token)        two 32-bit finalisers (lowbias32), keyed twice     once for each token
     u = (x + 1/2) / 2^24 with x the high 24 bits of h;  G = -log(-log u)    float32, G in [-2.9, 17.4]
-
-Residual sampling also draws from this noise, with its own stream for each `Purpose`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,5 @@
-"""Residual sampling: the drafter's draws from a sparse q, and the target's rejection sampling.
-
-The target's side (`ResidualSampler`) accepts a drawn token with probability min(1, p/q), else draws from max(p - q, 0)
-(Leviathan, Kalman and Matias, arXiv 2211.17192, algorithm 1). q is sparse and comes with the chain, or it is one-hot:
-then x is accepted with p(x), else a token is drawn from p without x. Computed in log space, in float32. The randomness
-is keyed by (seed, position, purpose), so every position is decided once, by noise that no drafter knows.
-
-On the drafter's side (`Draws`) each node's continuation is a draw from a sparse q, and q is kept. q is the drafter's
-warped distribution cut to its `width` likeliest tokens, with Saguaro's factor on those for which work ahead will
-prepare branches (SSD paper, definition 14), normalised. A chain is verified with exactly the q it was drawn from.
-
-A draw is keyed by (seed, purpose, fork, position), and independent of all draws of the target. The fork is where its
-chain begins: the position of the last token above it that the drafter was given and did not draw. So no chain is drawn
-by noise that an earlier round has used. This matters, because a round's division of branches depends on the whole chain
-under verification, including the part that is rejected.
-"""
+"""Residual sampling: the drafter's draws from a sparse q, and the target's rejection sampling (Leviathan, Kalman and
+Matias, arXiv 2211.17192, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -38,7 +24,12 @@ _BLOCK_TOKENS = 32  # tokens of a block: a row's best tokens are in the blocks w
 
 
 class ResidualSampler(Sampler):
-    """A target's sampler: the argmax of its scores is a draw from p; `accepted` and `resample` verify chains."""
+    """A target's sampler: the argmax of its scores is a draw from p; `accepted` and `resample` verify chains.
+
+    Without a q from the drafter it is one-hot: x is accepted with p(x), else a token is drawn from p without x.
+    Computed in log space, in float32. The randomness is keyed by (seed, position, purpose), so every position is
+    decided once, by noise that no drafter knows.
+    """
 
     def __init__(self, params: SamplingParams, vocab_size: int, constraint: Constraint | None = None) -> None:
         super().__init__(params, vocab_size, normalised=False, constraint=constraint)
@@ -113,7 +104,16 @@ def make_target_sampler(params: SamplingParams, vocab_size: int, constraint: Con
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How one request's chains are drawn. `cached`: how many of the best tokens get Saguaro's factor."""
+    """How one request's chains are drawn: each node's continuation from a sparse q, which is kept.
+
+    q is the drafter's warped distribution cut to its `width` likeliest tokens, with Saguaro's factor on the `cached`
+    best, for which work ahead will prepare branches (SSD paper, definition 14), normalised.
+
+    A draw is keyed by (seed, purpose, fork, position), and independent of all draws of the target. The fork is where
+    its chain begins: the position of the last token above it that the drafter was given and did not draw. So no chain
+    is drawn by noise that an earlier round has used. This matters, because a round's division of branches depends on
+    the whole chain under verification, including the part that is rejected.
+    """
 
     seed: int
     width: int

@@ -2,10 +2,6 @@
 
 On the CPU choices are read with numpy from MLX's memory: over 12 x 4,096 an argmax takes 5 us there and 40 us in MLX.
 On a GPU everything stays on the device.
-
-`filter_logits` applies the filters of `engine.sampling` by numpy. For top-p of 12 rows of 4,096 that takes 0.2 ms; MLX
-sorts the whole vocabulary in 4 ms. The kept tokens are the same, except for rounding at the bounds. There a drafter may
-differ, because only the target's choice counts.
 """
 
 from __future__ import annotations
@@ -178,7 +174,12 @@ def _finish(metadata: Sequence[SamplingMetadata], logits: Floats) -> Floats:
 
 
 def filter_logits(logits: Floats, params: SamplingParams) -> Floats:
-    """Filters logits [R, V] that are penalised and not normalised, and divides them by the temperature, above 0."""
+    """Filters logits [R, V] that are penalised and not normalised, and divides them by the temperature, above 0.
+
+    Applies the filters of `engine.sampling` by numpy. For top-p of 12 rows of 4,096 that takes 0.2 ms; MLX sorts the
+    whole vocabulary in 4 ms. The kept tokens are the same, except for rounding at the bounds. There a drafter may
+    differ, because only the target's choice counts.
+    """
     lowest = np.array([filter_bounds(row, params)[0] for row in logits], np.float32)
     kept: Floats = np.where(logits < lowest[:, None], -np.inf, logits * np.float32(1.0 / params.temp))
     return kept

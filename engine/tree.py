@@ -1,11 +1,6 @@
 """A token tree: committed tokens, and the drafted tokens that grow from them.
 
-`Tree` has the nodes and implements `drafters.drafter.TokenTree`, whose docstrings are the contract. Keys and values
-are in `engine.kv_rows`; `engine.steps` chooses tokens.
-
-`TreeLayout` maps the columns of a tree's row to positions and to the columns that each token sees. Columns below
-`prefix` hold committed text, column i the token at position i, and every token sees them. Then come the window's
-tokens in the order of feeding; each sees the prefix, its ancestors and itself. Pure numpy.
+Keys and values are in `engine.kv_rows`; `engine.steps` chooses tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +28,11 @@ NO_PARENT = -1  # the parent of a root that was read with the text
 
 
 class TreeLayout:
-    """Columns 0 to `end` - 1; those below `prefix` hold committed text."""
+    """Maps columns 0 to `end` - 1 of a tree's row to positions and to the columns that each token sees. Pure numpy.
+
+    Columns below `prefix` hold committed text, column i the token at position i, and every token sees them. Then come
+    the window's tokens in the order of feeding; each sees the prefix, its ancestors and itself.
+    """
 
     def __init__(self, prefix: int) -> None:
         self.prefix = self.end = prefix
@@ -116,7 +115,7 @@ class TreeInput:
 
 
 class Tree:
-    """One request's tree; see `TokenTree`."""
+    """One request's tree. Implements `drafters.drafter.TokenTree`, whose docstrings are the contract."""
 
     def __init__(
         self,

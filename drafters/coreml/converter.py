@@ -1,16 +1,4 @@
-"""Converts an mlx-lm checkpoint into a package directory, completely or not at all.
-
-All files are written to a directory next to the destination, which is renamed last. The .mlpackage has several
-functions and is built in its final types, so no graph pass runs: this takes seconds, whereas a conversion for each
-function takes minutes. It needs coremltools, on any system. An mlx-lm checkpoint with exactly the same numbers can be
-written, too, so that a drafter can fall back from Core ML to MLX, or be checked against it.
-
-The decoder is a graph with one function for each number of rows, all with the same weights. Every shape is static, no
-rank is above 4, projections are 1x1 convolutions over (1, channels, 1, rows), and key/value heads are never repeated.
-The inputs are embedded tokens, rotations in place of positions, and an additive mask over [slots of the cache | the
-rows themselves] in place of the tree. Needs only coremltools' builder. All functions share one copy of the weights on
-disk, by name (`weight_id`), so nothing has to be compared or hashed to find duplicates.
-"""
+"""Converts an mlx-lm checkpoint into a package directory. Needs coremltools, on any system."""
 
 from __future__ import annotations
 
@@ -58,7 +46,11 @@ _SPARE_DISK_BYTES = 1 << 20
 
 
 class _GraphBuilder:
-    """Builds one coremltools Function of the decoder in `layout`, with its `weights`.
+    """Builds one coremltools Function of the decoder in `layout`, with its `weights`: one for each number of rows.
+
+    Every shape is static, no rank is above 4, projections are 1x1 convolutions over (1, channels, 1, rows), and
+    key/value heads are never repeated. The inputs are embedded tokens, rotations in place of positions, and an additive
+    mask over [slots of the cache | the rows themselves] in place of the tree.
 
     `_past` and `_new` hold the keys "k" and values "v" of each layer, (1, kv_heads, slots or rows, head_dim): the cache
     before the call, and the call's rows.
@@ -259,10 +251,12 @@ def _as_conv_kernel(matrix: NDArray[Any]) -> NDArray[Any]:
 def convert(
     model: Path, destination: Path, options: Options, progress: Progress | None = None, mlx_out: Path | None = None
 ) -> Manifest:
-    """Writes the package of the checkpoint `model` to `destination`, which must not exist.
+    """Writes the package of the checkpoint `model` to `destination`, which must not exist, completely or not at all:
+    all files are written to a directory next to it, which is renamed last.
 
     Args:
-        mlx_out: a directory for an mlx-lm checkpoint with the same numbers, or None.
+        mlx_out: a directory for an mlx-lm checkpoint with the same numbers, or None. With it a drafter can fall back
+            from Core ML to MLX, or be checked against it.
 
     Raises:
         InvalidRequest: `destination` or `mlx_out` exists already, or one contains the other.
@@ -359,6 +353,10 @@ def _write_mlpackage(
     layout: PackageLayout, weights: Weights, directory: Path, progress: Callable[[int, int], None]
 ) -> None:
     """Saves every function of `layout`; `progress` counts them, and the export as the last step.
+
+    The .mlpackage is built in its final types, so no graph pass runs: this takes seconds, whereas a conversion for each
+    function takes minutes. All functions share one copy of the weights on disk, by name (`weight_id`), so nothing has
+    to be compared or hashed to find duplicates.
 
     Raises:
         OSError: the disk is full or not writable.

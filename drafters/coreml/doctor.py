@@ -1,9 +1,8 @@
 """`python -m outrider.drafters.coreml.doctor`: this machine, and the cost of each placement of a drafter, as JSON.
 
-`outrider doctor` formats it; the program is separate so that the command line never imports MLX. A `Placement` is the
-time of one token and of a tree of eight on one device of this machine. CPU and GPU are measured now, which takes
-seconds; Core ML's times are those of a kept trial, or of a new one with --probe. A trial also measures which prompts
-of the draft Core ML reads faster than MLX; drafters use the kept result.
+`outrider doctor` formats it; the program is separate so that the command line never imports MLX. CPU and GPU are
+measured now, which takes seconds; Core ML's times are those of a kept trial, or of a new one with --probe. A trial also
+measures which prompts of the draft Core ML reads faster than MLX; drafters use the kept result.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ _LIBRARIES = ("mlx", "mlx-lm", "coremltools", "numpy")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`one_ms` and `eight_ms` are milliseconds a call, None if unknown; `engine_share` only for Core ML."""
+    """The time of one token and of a tree of eight on one device of this machine: `one_ms` and `eight_ms` are
+    milliseconds a call, None if unknown. `engine_share` only for Core ML."""
 
     name: str
     usable: bool

@@ -1,16 +1,6 @@
 """Runs packages: their host, the drafter `coreml` with its token trees, and a reader of prompts.
 
-`PackageHost` calls a package's functions with tokens: it embeds, rotates, masks, and owns the caches. Each row of a
-call has its own mask, so trees, ragged lengths and rollback are only data. Each function has one set of input buffers,
-which is reused. Everything runs on the caller's thread.
-
-`CoreMLDrafter` has the engine's token trees (`engine.tree`), over columns in a package's cache. `CoreMLKVRows` gives
-each column a slot there, which it keeps: columns that are dropped free theirs, so rollback and commits move nothing.
-Scores are computed on the CPU.
-
-`PackageReader` reads prompts for an MLX model: the package has keys and values in MLX's form, [kv_heads,
-position, head_dim] after the rotation, so nothing is transposed or computed again; only float16 rounding differs from
-MLX's own reading.
+Everything runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -78,7 +68,10 @@ class CallOutput:
 
 
 class PackageHost:
-    """Runs `package` on `runtime`."""
+    """Calls the functions of `package` on `runtime` with tokens: embeds, rotates, masks, and owns the caches.
+
+    Each row of a call has its own mask. Each function has one set of input buffers, which is reused.
+    """
 
     def __init__(self, package: Package, runtime: Runtime) -> None:
         self.package = package
@@ -166,7 +159,10 @@ class PackageHost:
 
 class CoreMLKVRows(KVRows):
     """`engine.kv_rows.KVRows` of one text or tree on `host`, which nothing is saved of. Not lazy: a forward returns
-    when it is complete."""
+    when it is complete.
+
+    A column keeps its slot in the package's cache until it is dropped, so rollback and commits move nothing.
+    """
 
     lazy = False
     has_extra_state = True
@@ -286,7 +282,7 @@ class CoreMLKVRows(KVRows):
 
 
 class CoreMLTree(Tree):
-    """A token tree over a package."""
+    """A token tree over a package. Scores are computed on the CPU."""
 
     def score_rows(self, begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
         with mx.stream(mx.cpu):  # on a Mac the GPU is the target's
@@ -325,6 +321,9 @@ class CoreMLDrafter:
 
 class PackageReader:
     """An `engine.kv_rows.PromptReader` that runs `package`, which must have the model's weights, on `runtime`.
+
+    The package has keys and values in MLX's form, [kv_heads, position, head_dim] after the rotation, so nothing is
+    transposed or computed again; only float16 rounding differs from MLX's own reading.
 
     Args:
         min_tokens: the model itself reads shorter prompts.

@@ -1,9 +1,6 @@
 """The models that the converter accepts, and the inputs and outputs of a package's functions.
 
-`DecoderArchitecture` is read from config.json; a model that does not fit the graph or the Neural Engine's grid is
-refused with the reason. `Options` are a user's choices. `PackageLayout` has the names, shapes and types of inputs,
-states and outputs, for both the converter and the host. Slots are entries of the cache, rows are the tokens of one
-call; the host assigns slots.
+Slots are entries of the cache, rows are the tokens of one call; the host assigns slots.
 """
 
 from __future__ import annotations
@@ -148,7 +145,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The form of a package: see `Mode`; `weights` is one of `WEIGHT_FORMATS`, `context` in tokens.
+    """A user's choice of the form of a package: see `Mode`; `weights` is one of `WEIGHT_FORMATS`, `context` in tokens.
 
     Raises:
         InvalidRequest: a value is invalid, or two exclude each other.
@@ -196,7 +193,8 @@ def trial_text(vocab_size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PackageLayout:
-    """A package's sizes: `context` positions; `weights` is one of `WEIGHT_FORMATS`.
+    """A package's sizes, and the names, shapes and types of inputs, states and outputs, for both the converter and the
+    host. `context` in positions; `weights` is one of `WEIGHT_FORMATS`.
 
     `functions`: those of every package. `largest`: the one with logits that takes the most rows; `prefill`: the one
     without logits.

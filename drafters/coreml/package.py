@@ -1,8 +1,4 @@
-"""A converted model on disk, opened and checked against its manifest: layout, embedding, rotations, expected logits.
-
-The manifest names the package's source, its content, and the hash of each file. `import_coremltools` imports
-coremltools, or a part of it, without its warnings about missing Core ML, torch or scikit-learn.
-"""
+"""A converted model on disk, opened and checked against its manifest: layout, embedding, rotations, expected logits."""
 
 from __future__ import annotations
 
@@ -35,7 +31,8 @@ HASHED_FILES = tuple(map(str, (MODEL_PATH, WEIGHTS_PATH, EMBEDDING_FILE, ROPE_FI
 
 
 def import_coremltools(part: str = "") -> Any:
-    """Returns the coremltools module, or its `part` (".proto.MIL_pb2"). Raises ModelError if it is not installed."""
+    """Returns the coremltools module, or its `part` (".proto.MIL_pb2"), without its warnings about missing Core ML,
+    torch or scikit-learn. Raises ModelError if it is not installed."""
     logger = logging.getLogger("coremltools")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -53,7 +50,8 @@ def import_coremltools(part: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`source_hash`: the checkpoint's `protocol.digest`; `files` maps a path in the package to its SHA-256."""
+    """The source of a package, its content, and the hash of each file. `source_hash`: the checkpoint's
+    `protocol.digest`; `files` maps a path in the package to its SHA-256."""
 
     layout: PackageLayout
     source: str

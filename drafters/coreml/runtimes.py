@@ -1,12 +1,6 @@
 """Runs a package: the interface of runtimes, and Core ML itself (macOS).
 
-`CoreMLRuntime` has one compiled model for each function, all loaded before the first call. coremltools' `predict` holds
-the GIL for the whole call, and releases its inputs later, on Core ML's own queue. So its worker is a process of its
-own, makes all calls on one thread, and keeps the input buffers alive after a call.
-
 For tests without Core ML, the variable `STAND_IN_VARIABLE` names a module whose `open_runtime` replaces Core ML's.
-
-`has_neural_engine` tells whether there is a Neural Engine, `engine_share` which operations Core ML plans for it.
 """
 
 from __future__ import annotations
@@ -99,7 +93,11 @@ def open_runtime(package: Package, units: str, functions: Sequence[str] | None =
 
 
 class CoreMLRuntime:
-    """A `Runtime` of Core ML; see `open_runtime`."""
+    """A `Runtime` of Core ML; see `open_runtime`. All functions' compiled models are loaded before the first call.
+
+    coremltools' `predict` holds the GIL for the whole call, and releases its inputs later, on Core ML's own queue. So
+    its worker is a process of its own, makes all calls on one thread, and keeps the input buffers alive after a call.
+    """
 
     def __init__(self, package: Package, units: str, functions: Sequence[str] | None = None) -> None:
         self.name = f"Core ML on {units}"

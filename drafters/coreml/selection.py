@@ -1,13 +1,4 @@
-"""Chooses the package of a draft and the compute unit of this machine that runs it, by trials that are kept.
-
-At first use, trials end with the first good one; a thorough selection tries everything and takes the fastest. The
-Neural Engine comes first, because a drafter there slows the target least; then the CPU; then MLX. `load_drafter`
-returns the drafter of the package, or of MLX.
-
-`load_prompt_reader` returns the package that reads prompts for a draft on MLX, by the setting `draft_prefill`: `auto`
-(the package, for prompts that it was measured to read faster, see `get_prompt_times`), `mlx` (never), `coreml`
-(always), or the directory of a package (always that one).
-"""
+"""Chooses the package of a draft and the compute unit of this machine that runs it, by trials that are kept."""
 
 from __future__ import annotations
 
@@ -119,7 +110,9 @@ class Selection:
 
 
 def select_package(packages: PackageSource, progress: ProgressCallback, thorough: bool = False) -> Selection:
-    """Returns the package and unit to draft with.
+    """Returns the package and unit to draft with: of the first good trial, or if `thorough` the fastest of all.
+
+    The Neural Engine comes first, because a drafter there slows the target least; then the CPU; then MLX.
 
     Args:
         progress: receives a sentence before each trial, which may take minutes.
@@ -219,6 +212,9 @@ def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
 
 def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> PackageReader | str:
     """Returns the package that reads prompts for the draft `model`, or why MLX reads them; empty if it was to.
+
+    `prefill` is the setting `draft_prefill`: `auto` (the package, for prompts that it was measured to read faster, see
+    `get_prompt_times`), `mlx` (never), `coreml` (always), or the directory of a package (always that one).
 
     Raises:
         InvalidRequest: `prefill` is neither auto, mlx or coreml nor a package's directory.

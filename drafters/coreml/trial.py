@@ -3,9 +3,6 @@
 Some graphs crash the Neural Engine's compiler, and with it the process, a few only after a hundred predictions. So
 `python -m outrider.drafters.coreml.trial` is a program of its own, which `run_trial` and `time_prompts` start: it
 drafts with the package, or reads prompts with it, and writes its measurements to a file.
-
-`TrialStore` keeps the results of a draft's packages. Each is valid for one package (by its hash), one build of macOS
-and one version of coremltools; times of prompts also for one version of MLX and its device.
 """
 
 from __future__ import annotations
@@ -166,7 +163,9 @@ class TrialResult:
 
 
 class TrialStore:
-    """The kept results of the draft whose weights have the hash `source_hash`."""
+    """The kept results of the packages of the draft whose weights have the hash `source_hash`. Each is valid for one
+    package (by its hash), one build of macOS and one version of coremltools; times of prompts also for one version of
+    MLX and its device."""
 
     def __init__(self, source_hash: str) -> None:
         system = f"{os_build()}-{platform.machine()}-coremltools{version('coremltools')}"

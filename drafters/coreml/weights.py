@@ -1,12 +1,6 @@
 """A checkpoint: its architecture, its rotations, and its weights as numpy arrays in a package's form.
 
-Matrices are read one at a time, and MLX releases each as soon as it is read, so that a conversion needs little more
-memory than the weights. Rotations are obtained by applying the model's own rope module to unit vectors, so every
-scaling that mlx-lm supports is correct. This module knows mlx-lm's module names, but nothing about graphs.
-
-A matrix is dense or quantised, with exactly the same numbers in MLX and in Core ML. Core ML computes s * (q - z),
-MLX s * q + b, both in float16. They agree bit for bit if b = -z * s, and s has so few significant bits that every
-product is exact in float16's eleven.
+Knows mlx-lm's module names; knows nothing of graphs.
 """
 
 from __future__ import annotations
@@ -55,6 +49,10 @@ class QuantizedMatrix:
     """`scale` * (`data` - `zero`), by groups along the row: scale float16 and zero uint8 [rows, groups].
 
     `data` [rows, columns] are uint8 below 16. Without a zero they are int8, with one group a row.
+
+    The numbers are exactly the same in MLX and in Core ML. Core ML computes s * (q - z), MLX s * q + b, both in
+    float16. They agree bit for bit if b = -z * s, and s has so few significant bits that every product is exact in
+    float16's eleven.
     """
 
     data: NDArray[np.integer]
@@ -209,6 +207,8 @@ class Checkpoint:
     def rope(self, positions: int) -> NDArray[np.float32]:
         """Returns cos and sin of positions 0 .. `positions` - 1, [2, positions, head_dim / 2], see `Package.rope`.
 
+        The model's own rope module is applied to unit vectors, so every scaling that mlx-lm supports is correct.
+
         Raises:
             ModelError: the model's rope is not a rotation of the two halves of a head (a traditional or partial rope).
         """
@@ -223,7 +223,8 @@ class Checkpoint:
         return rope_angles(rope, width, positions)
 
     def read(self, progress: Callable[[int, int], None]) -> Weights:
-        """Reads and releases all weights; `progress(done, total)` counts modules.
+        """Reads and releases all weights, one matrix at a time, so that a conversion needs little more memory than they
+        do. `progress(done, total)` counts modules.
 
         Raises:
             ModelError: a weight does not fit float16, or its width does not divide into int4's groups.

@@ -4,10 +4,6 @@ One module serves z-lab's heads and those derived from them; their differences a
 DFlash2's convolutions (`BlockConvolution`) and selector. DSpark's confidence is not read. Weights have z-lab's names. A
 layer's keys and values are those of the projected features and of the block's own rows; features do not depend on the
 layer below, so they are written once.
-
-`build` accepts the published formats: z-lab's DFlash and DFlash2, DeepSpec's and SpecForge's DSpark, speculators'. It
-converts their conventions: layers are the target's outputs counted from 0, tokens are the target's, and the depth of a
-block is the number of tokens that it drafts. It raises CannotDraft if a head can't be used.
 """
 
 from __future__ import annotations
@@ -170,7 +166,9 @@ class DFlash(BlockHead):
 
 
 def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name: str = "the head") -> DFlash:
-    """Returns the head with this config.json and these tensors.
+    """Returns the head with this config.json and these tensors, in one of the published formats: z-lab's DFlash and
+    DFlash2, DeepSpec's and SpecForge's DSpark, speculators'. Converts their conventions: layers are the target's
+    outputs counted from 0, tokens are the target's, and the depth of a block is the number of tokens that it drafts.
 
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.

@@ -1,15 +1,4 @@
-"""A head as a drafter: its token trees, which it opens in a draft worker or drafts with in the target's process.
-
-In a draft worker it works ahead like a draft model. Only the weights that the head needs, such as the embedding, are
-read from the target's files. Its trees can't grow before the first features arrive.
-
-In the target's process a chain is a tree of one branch. After each verify the head reads the true pairs
-of the accepted tokens; drafted pairs are dropped. Tokens are chosen by the target's own contract (`engine.sampling`),
-with its noise and its vocabulary. `HeadDraft` has the features of one text. The target's slot reports those of
-committed tokens as they are computed; they are read when a draft is first requested, so plain decoding only costs their
-storage. Only the newest of many are kept. If some are missing, the head sees less of the text. For a prompt in the
-target's prompt cache, the head uses its own prompt cache, or begins after it.
-"""
+"""A head as a drafter: its token trees, which it opens in a draft worker or drafts with in the target's process."""
 
 from __future__ import annotations
 
@@ -80,7 +69,7 @@ class HeadDrafter:
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:
-        """Returns a tree that reads tokens when their features have arrived, and grows before later ones do."""
+        """Returns a tree that reads tokens when their features have arrived, and can grow once the first ones have."""
         return self.tree(self.sampler(sampling, constraint), FeatureBuffer(self.context_length))
 
     def open_draft(self, sampling: SamplingParams, constraint: Constraint | None = None) -> HeadDraft:
@@ -109,7 +98,7 @@ class HeadDrafter:
 def make_for_draft_worker(
     head: Head, backend: str, vocab_size: int, features: str = "", cpu: OrtForward | None = None
 ) -> HeadDrafter:
-    """Returns the drafter of a draft worker. See `HeadDrafter`.
+    """Returns the drafter of a draft worker, where it works ahead like a draft model. See `HeadDrafter`.
 
     Raises:
         CannotDraft: it can't continue where the target's features have not arrived yet.
@@ -126,7 +115,14 @@ def make_for_draft_worker(
 
 
 class HeadDraft:
-    """The features of one text, and the tree that drafts after its committed tokens."""
+    """The features of one text, and the tree that drafts after its committed tokens, a chain as a tree of one branch.
+
+    The target's slot reports the features of committed tokens as they are computed; they are read when a draft is first
+    requested, so plain decoding only costs their storage. Only the newest of many are kept. If some are missing, the
+    head sees less of the text. For a prompt in the target's prompt cache, the head uses its own prompt cache, or begins
+    after it. After each verify the head reads the true pairs of the accepted tokens; drafted pairs are dropped. Tokens
+    are chosen by the target's own contract (`engine.sampling`), with its noise and its vocabulary.
+    """
 
     def __init__(self, drafter: HeadDrafter, sampler: Sampler) -> None:
         self.features = FeatureBuffer(drafter.head.reach or MAX_BUFFERED)  # those that are not read

@@ -2,10 +2,6 @@
 
 One module serves the official, SpecForge's and speculators' heads; their differences are switches: where the residual
 begins, and which norms there are. Weights have speculators' names.
-
-`build` accepts EAGLE-3 and P-EAGLE heads in SafeAI's, SpecForge's and speculators' formats. It converts their
-conventions: layers are the target's outputs counted from 0, tokens are the target's. It raises CannotDraft if a
-head can't be used.
 """
 
 from __future__ import annotations
@@ -161,7 +157,8 @@ class PEagle(Eagle3, MaskedHead):
 
 
 def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name: str = "the head") -> Eagle3:
-    """Returns the head with this config.json and these tensors.
+    """Returns the EAGLE-3 or P-EAGLE head with this config.json and these tensors, in SafeAI's, SpecForge's or
+    speculators' format. Converts conventions: layers are the target's outputs counted from 0, tokens are the target's.
 
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.

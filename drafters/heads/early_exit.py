@@ -2,10 +2,6 @@
 
 LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models whose early rows predict tokens in this way. For other
 models an *adapter*, a normed low-rank map that is added to the row, is trained with a frozen target.
-
-`load` creates a target's early exit, from its layers alone or with an adapter from a folder; it raises CannotDraft if
-there is none. `measure_agreements` measures how often its first layers predict a text of its own.
-`ExitDrafter` drafts in the target's own KV cache: the verify overwrites the rows that it wrote.
 """
 
 from __future__ import annotations
@@ -126,7 +122,7 @@ def read_rows(
 
 
 def measure_agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[int, float]:
-    """Returns how often each exit agrees with the target, by its number of layers."""
+    """Returns how often each exit predicts a text of the target as the target does, by its number of layers."""
     tried = list(exits)
     if not tried:
         return {}

@@ -1,13 +1,8 @@
-"""The interface of a head, a drafter that reads the target's hidden states. A new kind of head is one file.
+"""The interface of a head, a drafter that reads the target's hidden states.
 
 A head is fed *pairs*: the *feature* of a token (computed from the target's hidden row there) and the next token. From a
 pair it computes a hidden vector, and from that the logits of the token after it. It keeps pairs as keys and values. It
 knows nothing of texts, sampling or requests.
-
-There are three kinds. A `PairHead` drafts one token after its last pair, and continues with its own vector in place of
-the feature that is not known yet. A `MaskedHead` is fed the same pairs, then pairs of a mask, so that one forward
-drafts several tokens. A `BlockHead` reads features only, and drafts by a block of masks after the last token, whose
-rows all see each other.
 """
 
 from __future__ import annotations
@@ -79,7 +74,8 @@ class HeadModule(nn.Module):  # type: ignore[misc]
 
 
 class PairHead(HeadModule):
-    """Computes a hidden vector for each pair. `together`: one forward may hold several texts."""
+    """Computes a hidden vector for each pair, and drafts one token after its last pair. Continues with its own vector
+    in place of the feature that is not known yet. `together`: one forward may hold several texts."""
 
     together = True
 
@@ -108,7 +104,8 @@ class MaskedHead(PairHead):
 
 
 class BlockHead(HeadModule):
-    """Drafts up to `depth` tokens at once, as a block after the features of all tokens before it.
+    """Reads features only. Drafts up to `depth` tokens at once, as a block of masks after the last token, which follows
+    the features of all tokens before it. The rows of a block all see each other.
 
     `from_anchor`: the block's first row, the last token's, drafts the first token; else the mask after it does.
     `sees_prefixes`: it was trained to continue after tokens of a block whose features are not known.

@@ -1,15 +1,5 @@
 """The columns of a head's token trees (`engine.kv_rows.KVRows`), fed with features and pairs of features and tokens.
 
-A pair is a token and the feature of the token before it: the target's, if that has arrived, or else a stand-in. A
-masked head has learned one stand-in for any feature; for other heads it is the head's vector of the pair before, so
-consecutive tokens without features are fed one a forward.
-
-A block follows the features of all tokens before its first token, its *anchor*. It consists of the known tokens from
-the anchor on, then masks; each mask's slot (or that of the token before it) drafts the token there. A token given by
-the caller opens a block, which also has slots for the next tokens, so that continuing with the block's own choice needs
-no forward. All blocks that are opened together, of all texts, share a forward. Features keep their positions, so
-missing ones only leave a gap. A masked head has blocks, too: the pairs of a text, then pairs of the mask.
-
 A few committed pairs, and all features, are read by the forward of the next tokens. Knows columns and rows; nothing of
 nodes or sampling.
 """
@@ -60,7 +50,12 @@ class FeatureKVRows(KVRows):
 
 
 class PairKVRows(FeatureKVRows):
-    """The columns of pairs of one text, lazy unless ONNX Runtime computes. The first column is at `origin`."""
+    """The columns of pairs of one text, lazy unless ONNX Runtime computes. The first column is at `origin`.
+
+    A pair has the feature of the target, if that has arrived, or else a stand-in. A masked head has learned one
+    stand-in for any feature; for other heads it is the head's vector of the pair before, so consecutive tokens without
+    features are fed one a forward.
+    """
 
     kv_cache: PairKVCache
 
@@ -251,7 +246,11 @@ class NewBlocks(NewRows):
 
 
 class SlotKVRows(FeatureKVRows):
-    """Columns that are slots of the tokens that were fed, maybe with a `link` between the tokens of a block."""
+    """Columns that are slots of the tokens that were fed, maybe with a `link` between the tokens of a block.
+
+    A token given by the caller opens a block, which also has slots for the next tokens, so that continuing with the
+    block's own choice needs no forward. All blocks that are opened together, of all texts, share a forward.
+    """
 
     link: BlockLink | None = None
 
@@ -309,7 +308,11 @@ class MaskedKVRows(SlotKVRows, PairKVRows):
 
 
 class BlockKVRows(SlotKVRows):
-    """The features of one text."""
+    """The features of one text, which keep their positions, so missing ones only leave a gap.
+
+    A block follows the features of all tokens before its first token, its *anchor*. It consists of the known tokens
+    from the anchor on, then masks; each mask's slot (or that of the token before it) drafts the token there.
+    """
 
     kv_cache: FeatureKVCache
 

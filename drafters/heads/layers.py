@@ -1,10 +1,4 @@
-"""The parts of heads: layers with Llama's and Qwen3's names, a draft vocabulary, links between a block's tokens.
-
-A block's slots are drafted at once and do not know each other's token. A `BlockLink` scores each slot's candidates
-again when the token before is known: DSpark (arXiv 2607.05147) adds a low-rank product of the token before and the
-candidate, DFlash2's selector one that also depends on the slot's vector. Only the `LINK_CANDIDATES` best candidates are
-scored, with the sampler's noise included, because noise promotes tokens that are unlikely by themselves.
-"""
+"""The parts of heads: layers with Llama's and Qwen3's names, a draft vocabulary, links between a block's tokens."""
 
 from __future__ import annotations
 
@@ -133,9 +127,14 @@ class DraftVocabulary:
 
 
 class BlockLink(nn.Module):  # type: ignore[misc]
-    """Shapes: R rows, C candidates of each, H the width of hidden vectors.
+    """Scores each slot's candidates again when the token before is known, since a block's slots are drafted at once.
 
-    `is_recurrent`: the scores depend on more of the chain than the token before.
+    DSpark (arXiv 2607.05147) adds a low-rank product of the token before and the candidate, DFlash2's selector one that
+    also depends on the slot's vector. Only the `LINK_CANDIDATES` best candidates are scored, with the sampler's noise
+    included, because noise promotes tokens that are unlikely by themselves.
+
+    Shapes: R rows, C candidates of each, H the width of hidden vectors. `is_recurrent`: the scores depend on more of
+    the chain than the token before.
     """
 
     is_recurrent = False

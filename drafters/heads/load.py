@@ -1,11 +1,4 @@
-"""Loads a head as a drafter in the target's process, and checks it. A new kind of head is a file named after it.
-
-- `measure_agreement`: whether the head gets the inputs that it was trained on. Formats pair rows with tokens and count
-  layers in different ways; a mistake raises no error and only lowers the acceptance rate. So the head is fed a text of
-  the target as configured and in a few other ways, and its predictions of the target's next token are compared.
-- `make_ort_forward`: ONNX Runtime's forwards of the head, if there are any and their logits are those of MLX. Weights
-  and activations are rounded to 8 bits, which changes a draft now and then and halves the time of a drafted token.
-"""
+"""Loads a head as a drafter in the target's process, and checks it. A new kind of head is a file named after it."""
 
 from __future__ import annotations
 
@@ -92,7 +85,8 @@ def load(
 
 
 def load_for_draft_worker(kind: str, path: str, target: str, progress: Callable[[str], None]) -> HeadDrafter:
-    """Loads the head of this kind in folder `path` for a draft worker, for the target in folder `target`.
+    """Loads the head of this kind in folder `path` for a draft worker. Of the target in folder `target` only the
+    weights that the head needs are read, such as the embedding.
 
     Raises:
         CannotDraft: there is none, or it can't draft for this target.
@@ -147,7 +141,12 @@ class Agreement:
 
 
 def measure_agreement(head: Head, model: LoadedModel, cpu: OrtForward | None = None) -> Agreement:
-    """Generates a text with the target and lets the head predict it. `cpu`: see `make_kv_cache`."""
+    """Generates a text with the target and lets the head predict it, fed as configured and in a few other ways. `cpu`:
+    see `make_kv_cache`.
+
+    Formats pair rows with tokens and count layers in different ways; a mistake raises no error and only lowers the
+    acceptance rate.
+    """
     text = early_exit.generate_trial_text(model)
     own = _accuracy(head, make_kv_cache(head, cpu), model, text)
     others = {
@@ -206,7 +205,10 @@ def _predict_tokens(kv_cache: HeadKVCache, tokens: mx.array, features: mx.array)
 
 
 def make_ort_forward(head: Head, target: LoadedModel) -> OrtForward | None:
-    """Returns the head's forwards by ONNX Runtime, compared with MLX's; None: MLX computes them (the log says why)."""
+    """Returns the head's forwards by ONNX Runtime, compared with MLX's; None: MLX computes them (the log says why).
+
+    Weights and activations are rounded to 8 bits, which changes a draft now and then and halves a drafted token's time.
+    """
     if not is_enabled():
         return None
     try:

@@ -1,11 +1,8 @@
 """Heads for multi-token prediction that come with a target: one layer like its own over a row and the next token.
 
 The row is the target's after its final norm, and then the head's own after its norm, as in vLLM and SGLang. The
-embedding and the output layer are mostly the target's. `MtpFamily` holds the differences between families. A family's
-layer is mlx-lm's, and so is the conversion of a repository's tensors if mlx-lm has one.
-
-`read_head` loads the heads that mlx-lm leaves out of a target, from the original repository or a copy of their tensors.
-It raises CannotDraft if none can be used.
+embedding and the output layer are mostly the target's. A family's layer is mlx-lm's, and so is the conversion of a
+repository's tensors if mlx-lm has one.
 """
 
 from __future__ import annotations
@@ -219,7 +216,8 @@ def _stack_experts(weights: Weights) -> Weights:
 
 
 def read_head(folder: Path, target: LoadedModel) -> Mtp:
-    """Returns the head in `folder` for its target.
+    """Returns the head for its target, which mlx-lm leaves out, in a `folder` with the original repository or its
+    tensors.
 
     Raises:
         CannotDraft: there is none, it is not complete, or the target's family is not supported.

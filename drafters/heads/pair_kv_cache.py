@@ -2,10 +2,6 @@
 
 Texts share forwards as the target's do, in rows of flat buffers (`engine.flat`). ONNX Runtime or MLX computes; the
 former is not lazy. A head's token trees are fed through `kv_rows`, in the target's process and in a draft worker alike.
-
-`FeatureBuffer` has the features of one text that have arrived but not been read. `SavedPairs` holds the pairs that a
-head read of a text, for later texts with the same beginning. Pair j consists of tokens j and j + 1, so a common prefix
-of n tokens has n - 1 usable pairs.
 """
 
 from __future__ import annotations
@@ -156,7 +152,9 @@ def _make_block_segment(row: int, features: Ints, blocks: Sequence[DraftBlock], 
 
 @dataclass(frozen=True, slots=True)
 class SavedPairs(SavedPrefix):
-    """`length` counts tokens. `layers` hold the pairs from `begin` on; earlier features never arrived."""
+    """The pairs that a head read of a text, for later texts with the same beginning. `length` counts tokens: pair j
+    consists of tokens j and j + 1, so a common prefix of n tokens has n - 1 usable pairs. `layers` hold the pairs from
+    `begin` on; earlier features never arrived."""
 
     begin: int = 0
 
@@ -166,7 +164,8 @@ class SavedPairs(SavedPrefix):
 
 
 class FeatureBuffer:
-    """The features of the positions `begin`..`end`-1, of which only the newest `max_rows` are kept."""
+    """The features of one text that have arrived but not been read, at the positions `begin`..`end`-1, of which only
+    the newest `max_rows` are kept."""
 
     def __init__(self, max_rows: int = MAX_BUFFERED) -> None:
         self.begin = self.end = 0

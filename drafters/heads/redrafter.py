@@ -3,8 +3,6 @@
 It reads only the newest pair of a text and keeps none, so its whole input is the feature: the target's row, which stays
 the same for a chain, and the state, which each token advances. Weights and fields of the config have the names of
 Apple's checkpoints.
-
-`build` accepts ReDrafters in the format of Apple's trainers. It raises CannotDraft if one can't be used.
 """
 
 from __future__ import annotations
@@ -91,7 +89,7 @@ class Redrafter(PairHead):
 
 
 def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name: str = "the head") -> Redrafter:
-    """Returns the head with this config.json and these tensors.
+    """Returns the head with this config.json and these tensors, in the format of Apple's trainers.
 
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.

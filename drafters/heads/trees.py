@@ -1,13 +1,5 @@
 """The token trees of heads, fed with the target's features: in the target's process and in a draft worker alike.
 
-- A `PairTree` consists of pairs. A feature that is not known yet is replaced by a guess. When the true one arrives,
-  nodes fed with the guess become stale, and committed tokens are fed again. If features are missing, as those of a
-  prompt from the cache, reading begins after the gap.
-- A `BlockTree` consists of blocks of known tokens and masks. Each outcome opens a block of its own: the tokens since
-  the last feature, then the bonus token. The tokens after the block's own choice are in the block already. The
-  number of a block's slots is limited, and so is the tree's `room`.
-- A `MaskedTree` has pairs, and one block of masks after its committed text.
-
 A chain is a tree of one branch: its tokens are read with their true features when they are committed, and all nodes are
 dropped (`HeadTree.read_in_steps`).
 """
@@ -108,7 +100,11 @@ class HeadTree(Tree):
 
 
 class PairTree(HeadTree):
-    """A tree of pairs. Committed tokens before the first pair have no column."""
+    """A tree of pairs. Committed tokens before the first pair have no column.
+
+    A feature that is not known yet is replaced by a guess. When the true one arrives, nodes fed with the guess become
+    stale, and committed tokens are fed again.
+    """
 
     kv_rows: PairKVRows
 
@@ -127,8 +123,8 @@ class PairTree(HeadTree):
         return super()._arrived(count) if features.begin < min(features.end, last) else 0
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Commits and reads `tokens`, from the first one after features on. After a gap in the features, reading begins
-        anew."""
+        """Commits and reads `tokens`, from the first one after features on. After a gap in the features, such as those
+        of a prompt from the cache, reading begins anew."""
         self._compact()
         features, start = self.kv_rows.features, len(self._committed)
         if not self._columns or features.begin > start - 1:
@@ -234,7 +230,12 @@ class MaskedTree(SlotTree, PairTree):
 
 
 class BlockTree(SlotTree):
-    """A tree of blocks over features. Every committed token has a column; only their features are read."""
+    """A tree of blocks over features. Every committed token has a column; only their features are read.
+
+    Each outcome opens a block of its own: the tokens since the last feature, the bonus token, then masks. The tokens
+    after the block's own choice are in the block already. The number of a block's slots is limited, and so is the
+    tree's `room`.
+    """
 
     kv_rows: BlockKVRows
 

@@ -1,9 +1,5 @@
-"""Forwards of one model by ONNX Runtime.
-
-`OrtForward` computes one flat row of several texts over the buffers of `engine.flat`, which also has rollback, copies
-and the prompt cache; `Embedding` is its first layer, in numpy. Knows rows, columns and positions; knows nothing of
-tokens' meaning or of requests.
-"""
+"""Forwards of one model by ONNX Runtime. Knows rows, columns and positions; knows nothing of tokens' meaning or of
+requests."""
 
 from __future__ import annotations
 
@@ -43,7 +39,8 @@ _MAX_BINDINGS = 16  # bindings that are kept
 
 
 class Embedding:
-    """An embedding [V, H]. Each row has its levels and then the scales and biases of its groups, or its float32 values.
+    """An embedding [V, H], the first layer, in numpy. Each row has its levels and then the scales and biases of its
+    groups, or its float32 values.
 
     With a cached graph the rows stay in a file in its `folder`, since a text needs few of them; the layer's weights are
     read only if there is no such file. The file is read, not mapped: the system would map 64 KiB around each row, and
@@ -109,8 +106,11 @@ def _open_embedding_file(folder: Path | None, layer: nn.Module, size: int) -> Fi
 
 
 class OrtForward:
-    """The sessions of a model, or of a head. `quantised`: activations are rounded to 8 bits. `min_rows`: the rows that
-    forwards are padded to. `cached`: the graph in the cache that they read, if any."""
+    """The sessions of a model or a head, which compute one flat row of several texts over `engine.flat`'s buffers.
+
+    `quantised`: activations are rounded to 8 bits. `min_rows`: the rows that forwards are padded to. `cached`: the
+    graph in the cache that they read, if any.
+    """
 
     def __init__(self, decoder: DecoderLayers, cached: CachedGraph | None = None, per_token: bool = False) -> None:
         """Opens the sessions. `per_token`: see `graph.build`. Raises ModelError if these modules can't be computed."""

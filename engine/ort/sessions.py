@@ -1,8 +1,7 @@
 """Opens ONNX Runtime sessions for a model's graph, and keeps graphs on disk, with weights packed for this CPU.
 
 The second start of a model maps that file into memory: it builds no graph, rearranges no weights and repeats no checks,
-and the model's sessions share one copy of its weights. `all_cores` is a session that also computes on the drafters'
-core, for forwards while no drafter works. Knows files, threads and cores; knows nothing of models.
+and the model's sessions share one copy of its weights. Knows files, threads and cores; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -51,8 +50,9 @@ _SAVE_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """A model's sessions. `all_cores` also computes on the drafters' core; None: there is no such core, or the weights
-    would be in memory twice. `exact`: biases are the checkpoint's own (`exact_biases`). `cached`: their file."""
+    """A model's sessions. `all_cores` also computes on the drafters' core, for forwards while no drafter works; None:
+    there is no such core, or the weights would be in memory twice. `exact`: biases are the checkpoint's own
+    (`exact_biases`). `cached`: their file."""
 
     own: Any
     all_cores: Any | None
