@@ -1,8 +1,6 @@
 """Engine actors: clusters that Ray starts, servers that are attached, and drafters on hosts of their own.
 
-Tokens and drafts do not pass through Ray. An ingress leases an engine by a stream that yields the engine's address and
-then stays open until either side ends it, so Ray Serve counts the requests in progress and the ingress notices at once
-when the engine ends. An actor ends when its engine does, and Serve replaces it.
+Tokens and drafts do not pass through Ray. An actor ends when its engine does, and Serve replaces it.
 """
 
 from __future__ import annotations
@@ -230,7 +228,8 @@ class EngineActor:
         self._gone = defaultdict[IngressKey, asyncio.Event](asyncio.Event)
 
     async def lease(self, ingress_key: IngressKey) -> AsyncIterator[EngineAddress]:
-        """Yields the address, then stays open until the ingress ends it."""
+        """Yields the address, then stays open until either side ends it, so that Ray Serve counts the requests in
+        progress, and the ingress notices at once when the engine ends."""
         gone = self._register(ingress_key)
         yield self._place
         await gone.wait()

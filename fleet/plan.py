@@ -1,9 +1,7 @@
 """The description of a fleet: frozen, checked records, and the reader of fleet.yaml.
 
 A record raises InvalidRequest if a value is out of range, or two contradict; the message names the key and the remedy.
-
-YAML 1.2 rules apply: `on`, `off`, `yes` and `no` are strings, and duplicate keys are errors. Every error names the file
-and the key. Nothing here contacts Ray or another host.
+Every error names the file and the key. Nothing here contacts Ray or another host.
 """
 
 from __future__ import annotations
@@ -309,7 +307,7 @@ def _make_record(name: str, made: type[Record], given: Mapping[str, Any]) -> Rec
 
 
 class Loader(yaml.SafeLoader):
-    """A YAML 1.2 loader that rejects duplicate keys."""
+    """A YAML 1.2 loader: `on`, `off`, `yes` and `no` are strings. Rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

@@ -1,9 +1,4 @@
-"""Compiles grammars to llguidance matchers over a model's tokens. This module knows grammars, not requests.
-
-`check_grammar` tests whether a grammar can be compiled. It needs no tokenizer, only a `Vocabulary` with its marks:
-tokens such as <think>, which a grammar can't match by their bytes. By llguidance's rule, marks are added tokens that
-are special or look like a tag.
-"""
+"""Compiles grammars to llguidance matchers over a model's tokens. This module knows grammars, not requests."""
 
 from __future__ import annotations
 
@@ -198,7 +193,8 @@ def _to_llguidance(grammar: Grammar) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`size`: the number of tokens; `marks`: the special ones, each with its text."""
+    """`size`: the number of tokens; `marks`: those that a grammar can't match by their bytes, such as <think>, each
+    with its text. By llguidance's rule, marks are added tokens that are special or look like a tag."""
 
     size: int = 0
     marks: tuple[tuple[int, str], ...] = ()
@@ -217,7 +213,7 @@ EMPTY_VOCABULARY = Vocabulary()
 
 @lru_cache(MAX_CACHED_CHECKS)
 def check_grammar(grammar: Grammar, vocabulary: Vocabulary = EMPTY_VOCABULARY) -> None:
-    """Checks that a text can begin with this grammar and can be rolled back, which drafts require.
+    """Checks that a text can begin with this grammar and can be rolled back, which drafts require. Needs no tokenizer.
 
     Raises:
         InvalidRequest: the grammar can't be compiled or followed; the message has the library's reason.

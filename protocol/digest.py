@@ -1,12 +1,6 @@
 """A digest that identifies the model in a folder, its JSON files, hashes, files replaced as a whole, and the cache.
 
-The digest covers the whole config.json, and each tensor's name, format, shape and first bytes. Other weights differ in
-these, too, so the rest is not read. Knows files; knows nothing of models.
-
-`make_cached`: fills a folder of the cache once, completely or not at all, for all later runs. It is filled under
-another name and renamed when it is complete; other processes wait for a lock, which is freed when its holder ends. The
-suffix of its name is its version, which replaces other versions. What killed processes left next to it is removed, and
-so are folders with the same file `holds` that no process uses and none has used for 30 days.
+Knows files; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -36,6 +30,9 @@ _in_use: dict[Path, BinaryIO] = {}
 
 def model_digest(folder: Path) -> str:
     """Returns "abc..-def.." for a model's folder: digests of its config.json, and of its weights if it has any.
+
+    The first covers the whole config.json, the second each tensor's name, format, shape and first bytes. Other weights
+    differ in these, too, so the rest is not read.
 
     Raises:
         ModelError: a file can't be read.
@@ -148,8 +145,14 @@ def has_content(path: Path) -> bool:
 
 
 def make_cached(folder: Path, make: Callable[[Path], object], holds: str) -> None:
-    """Lets `make` fill the folder if the file `holds` is missing in it, whole or not at all. Raises OSError, or what
-    `make` raises."""
+    """Lets `make` fill a folder of the cache once, completely or not at all, for all later runs, if the file `holds` is
+    missing in it. Raises OSError, or what `make` raises.
+
+    It is filled under another name and renamed when it is complete; other processes wait for a lock, which is freed
+    when its holder ends. The suffix of its name is its version, which replaces other versions. What killed processes
+    left next to it is removed, and so are folders with the same file `holds` that no process uses and none has used for
+    30 days.
+    """
     if use_cached(folder, holds):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -3,12 +3,6 @@
 Owns the syntax of an endpoint, the right to serve it, and the rule that connections to other machines need keys. ZeroMQ
 would truncate a port to 16 bits, take an ipc path from a live server, replace any file there, and connect unencrypted;
 `bind` and `connect` refuse with an error of one sentence.
-
-`set_remote_options`: socket options for a peer on another machine, since that link can break silently. Both ends send
-ZeroMQ heartbeats and close a connection that does not answer them. The connecting end then reconnects, a few times a
-second, so a healed link works again at once. TCP alone would need as long again as the link was down.
-
-`probe` connects once, so that a peer that finds no server, or is refused, gets an error instead of waiting.
 """
 
 from __future__ import annotations
@@ -321,7 +315,13 @@ def listen_error(where: Endpoint, error: OSError | zmq.ZMQError) -> EndpointErro
 
 
 def set_remote_options(socket: zmq.Socket[Any]) -> None:
-    """Sets the options of a socket whose peer is on another machine; call it before `bind` or `connect`."""
+    """Sets the options of a socket whose peer is on another machine, since that link can break silently; call it before
+    `bind` or `connect`.
+
+    Both ends send ZeroMQ heartbeats and close a connection that does not answer them. The connecting end then
+    reconnects, a few times a second, so a healed link works again at once. TCP alone would need as long again as the
+    link was down.
+    """
     socket.heartbeat_ivl = HEARTBEAT_INTERVAL_MS
     socket.heartbeat_timeout = socket.heartbeat_ttl = HEARTBEAT_TIMEOUT_MS
     socket.connect_timeout = CONNECT_TIMEOUT_MS
@@ -367,7 +367,8 @@ def _resolve_host(host: str) -> set[int]:
 
 
 def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT_SECONDS) -> None:
-    """Returns when a server at `endpoint` has admitted `keys`.
+    """Connects once, and returns when a server at `endpoint` has admitted `keys`, so that a peer that finds no server,
+    or is refused, gets an error instead of waiting.
 
     Raises:
         KeyFault: the server refuses the key, has another key than expected, or requires keys and there are none.

@@ -1,8 +1,6 @@
 """All error classes, and their form in messages. An error says what was wrong, what was expected and what to do.
 
-`ModelFault`: a failure in a model's code, which ends only its request.
-
-`error_kind` and `make_error`: over a socket or a pipe an error is sent as a class name and a sentence.
+Over a socket or a pipe an error is sent as a class name and a sentence.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ class RefusedRequest(InvalidRequest, ProtocolError):
 
 
 class ModelFault(ModelError):
-    """A model's code failed during a computation, or returned NaN or infinity."""
+    """A model's code failed during a computation, or returned NaN or infinity. This ends only its request."""
 
 
 @contextmanager

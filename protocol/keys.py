@@ -1,9 +1,7 @@
 """CURVE keys, and the folder that holds them.
 
-A key is 32 bytes, written in base64 on one line, like WireGuard's. `Keyring`: a folder that only its owner may enter,
-with three files of one entry per line: `secret` has the user's secret key, `allowed` a role, a key and a name,
-`servers` a place and a key. Files that other users could read or write are refused. Opens no socket;
-`orchestrator.auth` decides what a key may connect to.
+A key is 32 bytes, written in base64 on one line, like WireGuard's. Opens no socket; `orchestrator.auth` decides what a
+key may connect to.
 """
 
 from __future__ import annotations
@@ -128,7 +126,9 @@ def check_private(path: Path, mode: str, what: str = "key", flag: str = "--keys"
 
 
 class Keyring:
-    """The keys in `folder`; files are read when they are needed.
+    """The keys in `folder`, which only its owner may enter, in three files of one entry per line: `secret` has the
+    user's secret key, `allowed` a role, a key and a name, `servers` a place and a key. Files are read when they are
+    needed.
 
     Raises:
         KeyFault: raised by every method: a file is missing, unreadable or readable by other users.

@@ -1,9 +1,6 @@
 """N-grams: what followed a text's last tokens earlier, in the same text or in many texts of the same model.
 
-`NgramIndex` finds copies in one text (prompt lookup): the tokens that followed the last time the text ended like this.
-Where the text has none, `NgramTable` knows what its model often writes after these tokens; it is a file made from the
-model's own texts (`models/train.py --ngrams`). `CopyAcceptance` counts how often copies are right, and decides how much
-of one is worth its rows. The orchestrator and the target use all of them; none needs a model or a worker.
+The orchestrator and the target use all of this; nothing of it needs a model or a worker.
 """
 
 from __future__ import annotations
@@ -103,7 +100,8 @@ class CopyAcceptance:
 
 
 class NgramTable:
-    """What a model often writes after one to TABLE_NGRAM_SIZE tokens: for each n-gram the likeliest token.
+    """What a model often writes after one to TABLE_NGRAM_SIZE tokens: for each n-gram the likeliest token. A table is a
+    file made from the model's own texts (`models/train.py --ngrams`).
 
     An n-gram is stored as a key of 24 bits, in the file as the gap to the previous key. With 40,000 n-grams, one lookup
     in 140 finds another n-gram with the same key, which costs at most a rejected token.
@@ -173,7 +171,8 @@ def ngram_keys(tokens: Sequence[int]) -> Iterator[int]:
 
 
 class NgramIndex:
-    """The n-grams of the last `INDEX_WINDOW_TOKENS` of a request's text, with the position after their last occurrence.
+    """The n-grams of the last `INDEX_WINDOW_TOKENS` of a request's text, with the position after their last occurrence,
+    to find copies (prompt lookup).
 
     Tokens are appended at once and indexed when there is time; until then a lookup does not find them. `table`, if
     given, is used where the text has no copy. A copy ends before the first of `ends`.

@@ -1,12 +1,4 @@
-"""What every process needs: a log, signal handlers that may raise, memory and its release, and what the CPU can do.
-
-Logs are lines of text or JSON objects, one per line, by the standard library's logging. A line about a request has its
-id in a field, from `extra` or from the current context. A process that a server started writes to the server's log;
-errors also go to its own stderr, a file whose last lines the server reports if the process is lost.
-
-`run_outside_finalizers`: Python may call a signal handler between any two steps of the main thread, even in a
-finalizer. An exception raised there is printed as "Exception ignored in ... __del__" and lost, and the signal with it.
-"""
+"""What every process needs: a log, signal handlers that may raise, memory and its release, and what the CPU can do."""
 
 from __future__ import annotations
 
@@ -90,7 +82,12 @@ def _limit_files(version_1: str, version_2: str, groups: Path, own: Path) -> Ite
 
 
 def configure_logging(level: str, form: str, process: str, shared_fd: int | None = None) -> None:
-    """Sets up logging, once. `process`: this process's name; `shared_fd`: the log of the server that started it."""
+    """Sets up logging, once. `process`: this process's name; `shared_fd`: the log of the server that started it.
+
+    Logs are lines of text or JSON objects, one per line, by the standard library's logging. A line about a request has
+    its id in a field, from `extra` or from the current context. A process that a server started writes to the server's
+    log; errors also go to its own stderr, a file whose last lines the server reports if the process is lost.
+    """
     own = logging.StreamHandler()
     handlers: list[logging.Handler] = [own]
     if shared_fd is not None:
@@ -149,7 +146,11 @@ def trim_memory() -> None:
 
 def run_outside_finalizers(handler: Handler) -> Handler:
     """Returns a handler that calls `handler`; if a finalizer is running, it tries again later, by SIGALRM, unless
-    another handler has taken its place or the interpreter is ending by then."""
+    another handler has taken its place or the interpreter is ending by then.
+
+    Python may call a signal handler between any two steps of the main thread, even in a finalizer. An exception raised
+    there is printed as "Exception ignored in ... __del__" and lost, and the signal with it.
+    """
 
     def call(number: int, frame: FrameType | None) -> None:
         if signal.getsignal(number) is not call:

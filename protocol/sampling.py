@@ -1,8 +1,7 @@
 """A request's sampling parameters, and the grammar that its text must match.
 
-`SamplingParams` knows nothing of logits. Names and defaults are mlx-lm's, except that "off" is always the neutral
-value. `Grammar` is a JSON schema, a grammar or a regular expression as the request gave it. It knows no tokens;
-`grammar.constraint` finds the allowed ones.
+Names and defaults are mlx-lm's, except that "off" is always the neutral value. Knows nothing of logits or tokens;
+`grammar.constraint` finds the tokens that a grammar allows.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 The codec, the documentation and the tests are derived from them; the codec enforces ranges and sizes for senders, too.
 Knows nothing of bytes or messages.
-
-`Logprobs`: log-probabilities of tokens, in Outcome and in chunks of requests that asked for them. `Origin`: where a
-committed token came from, a number for each token of a chunk.
 """
 
 from __future__ import annotations
@@ -87,7 +84,8 @@ class Message(Record, frozen=True, tag=True):
 
 
 class Origin(IntEnum):
-    """Where a token came from. All but TARGET were drafted and accepted: `draft_n_accepted` counts them."""
+    """Where a committed token came from, for each token of a chunk. All but TARGET were drafted and accepted:
+    `draft_n_accepted` counts them."""
 
     TARGET = 0
     """The target: plain decoding, or the bonus token after the accepted part of a chain."""

@@ -1,11 +1,4 @@
-"""The files of a server's sockets: a private directory for them, and the lock on a socket's path.
-
-`PrivateDirectory`: a new directory that only this user may enter, with a short path. The process that created it holds
-a lock on it; directories of killed processes are removed when the next one is created.
-
-`SocketLock`: the right to serve a path, by a lock on a file beside it. The kernel releases the lock when its process
-ends, so a killed server blocks no other, and of two that start together only one wins. Knows nothing of ZeroMQ.
-"""
+"""The files of a server's sockets: a private directory, and the lock on a socket's path. Knows nothing of ZeroMQ."""
 
 from __future__ import annotations
 
@@ -34,7 +27,9 @@ _MARKER = ".outrider"  # in a directory that is locked; without it another proce
 
 
 class SocketLock:
-    """The right to bind `path` until `release`, which removes the lock file and the socket of `bind`.
+    """The right to bind `path` until `release`, by a lock on a file beside it; `release` removes this file and the
+    socket of `bind`. The kernel releases the lock when its process ends, so a killed server blocks no other, and of two
+    that start together only one wins.
 
     Raises:
         EndpointError: a live server holds the path, the path is no socket, or the directory can't be used.
@@ -160,7 +155,8 @@ class PrivateDirectory(AbstractContextManager["PrivateDirectory"]):
     """A directory of mode 0700 in the temporary folder, or in /tmp if no endpoint can have that path: it is too long
     (macOS), or not printable.
 
-    `close` removes it with its contents. A context manager.
+    `close` removes it with its contents. The process that created it holds a lock on it; directories of killed
+    processes are removed when the next one is created. A context manager.
 
     Raises:
         EndpointError: it can't be created.

@@ -1,8 +1,6 @@
 """The numbers that processes report: memory, counts, durations, and the report of a replay.
 
-`KvCost`, `KvUse` and `CacheUse` are bytes of keys, values and state of a model, and the use of a prompt cache. A
-worker measures them; the orchestrator adds them up. `Durations` counts events since the process started.
-`Report` is written by `target_worker.certificate` and read by `outrider verify`.
+Workers measure `KvCost` and `CacheUse`; the orchestrator adds them up.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ MAX_COUNTED_NAMES = 256
 
 
 class KvCost(Record, frozen=True):
-    """Bytes that a worker needs for a text: `per_text` for any length, plus `per_token` for each token. `padded`: each
-    text takes as much as the longest that runs."""
+    """Bytes of keys, values and state that a worker needs for a text: `per_text` for any length, plus `per_token` for
+    each token. `padded`: each text takes as much as the longest that runs."""
 
     per_text: Serial = 0
     per_token: Serial = 0
@@ -72,8 +70,8 @@ def add_rows(*rows: Sequence[int]) -> tuple[int, ...]:
 
 
 class Durations(Record, frozen=True):
-    """A histogram: `counts[i]` durations were at most `bounds[i]` seconds and longer than the previous bound; the last
-    count is of those longer than all bounds. `seconds` is the sum of all durations."""
+    """A histogram since the process started: `counts[i]` durations were at most `bounds[i]` seconds and longer than the
+    previous bound; the last count is of those longer than all bounds. `seconds` is the sum of all durations."""
 
     bounds: Many[Real] = ()
     counts: Many[Serial] = ()
@@ -104,7 +102,8 @@ class Difference:
 class Report:
     """`positions` tokens were replayed, `identical` of them are the target's own; the others are ties or mismatches.
 
-    A tie is a difference within rounding. `context_length`: the target's, where a text must end.
+    A tie is a difference within rounding. `context_length`: the target's, where a text must end. Sent to `outrider
+    verify`.
     """
 
     positions: int

@@ -1,13 +1,7 @@
 """Drafted tokens as a tree, and the distributions that they were drawn from.
 
-`DraftTree`: drafted tokens, several of which may follow the same token. Node i follows node `parents[i]`, an earlier
-one, or the committed text (-1). A chain is a tree without forks; empty parents, (), mean a chain. Pure functions of
-numbers.
-
-`TreeFeed` and `Candidate`: what goes into a drafter's own tree, and what may follow its nodes.
-
-`SparseQ`: the drafter's distributions, as sparse as when it drew from them (residual sampling). They are sent with the
-chain, because a chain must be verified with exactly the q it was drawn from. Knows arrays; knows nothing of models.
+Several tokens may follow the same token. Node i follows node `parents[i]`, an earlier one, or the committed text (-1).
+A chain is a tree without forks; empty parents, (), mean a chain. Knows arrays; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -128,8 +122,9 @@ def tree_fault(tokens: Sequence[int], parents: Sequence[int]) -> str:
 
 
 class SparseQ(Record, frozen=True, eq=False):
-    """One distribution per token: token i was drawn from `ids[i]`, [N, m], with the probabilities `probs[i]`, [N, m];
-    all other tokens have 0.
+    """A drafter's distributions, one per token, as sparse as when it drew from them (residual sampling): token i was
+    drawn from `ids[i]`, [N, m], with the probabilities `probs[i]`, [N, m]; all other tokens have 0. They are sent with
+    the chain, because it must be verified with exactly the q it was drawn from.
 
     In `Branches` the rows of all entries follow one another.
     """

@@ -1,9 +1,6 @@
 """Checks values from users and converts them to plain types; numpy's numbers are accepted.
 
 Each function returns the plain value, or raises InvalidRequest with the name, the value and what was expected.
-
-`checked_field`, `int_field`, `float_field`: fields of frozen dataclasses, with such a check. `check_fields` applies the
-checks when a record is created.
 """
 
 from __future__ import annotations

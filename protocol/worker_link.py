@@ -1,11 +1,6 @@
 """A worker process: its flags and keys, its link to the orchestrator, and its loop.
 
-`WorkerLink`: the main socket, the heartbeat thread, and the parent's pipe. The worker's one busy thread owns the main
-socket. The heartbeat thread answers Ping with a counter that the busy thread moves, so an answer shows progress. A
-process is identified by its incarnation; the orchestrator assigns its name. Knows nothing of models.
-
-`WorkerLoop`: the loop of a worker process, and its requests. `add_flags` and `run_worker`: the flags of all workers,
-and how they serve one orchestrator after another.
+A process is identified by its incarnation; the orchestrator assigns its name. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -105,7 +100,9 @@ class OrchestratorGone(Exception):
 
 
 class WorkerLink(AbstractContextManager["WorkerLink"]):
-    """A worker's connection to the orchestrator. A context manager, for the thread that does the work.
+    """A worker's connection to the orchestrator: the main socket, the heartbeat thread, and the parent's pipe. A
+    context manager, for the one busy thread, which does the work and owns the main socket. The heartbeat thread answers
+    Ping with a counter that the busy thread moves, so an answer shows progress.
 
     `incarnation` and `parent_fd` are given to a worker that the orchestrator spawned. One that was started by hand, or
     by a fleet, draws its incarnation; a fleet gives it a parent. `keys`: for endpoints that require keys.

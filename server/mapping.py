@@ -1,11 +1,6 @@
 """Converts the requests of all APIs to common types: messages, tools, output format, sampling parameters.
 
-Messages and tools take the form that chat templates expect. `select_tools` selects the tools that an answer may
-call; the model sees only these.
-
-Sampling parameters become one record, and the output format becomes the grammar that constrains the whole answer.
-Omitted values come from the model's generation_config.json, or else are Outrider's defaults. The grammar allows
-thinking, if the model has it, and then the format or tool calls.
+Messages and tools take the form that chat templates expect.
 """
 
 from __future__ import annotations
@@ -102,7 +97,7 @@ class ToolSelection:
 
 
 def select_tools(model: ServedModel, tools: Sequence[Function], choice: ToolSelection) -> Toolbox:
-    """Returns the tools that may be called, in OpenAI's format.
+    """Returns the tools that an answer may call, in OpenAI's format; the model sees only these.
 
     Raises:
         Problem: the model can't call tools, two have the same name, or a required one is missing.
@@ -149,7 +144,8 @@ def to_sampling_params(
     grammar: Grammar | None = None,
     logprobs: int | None = None,
 ) -> SamplingParams:
-    """Returns the parameters of a request, with a seed.
+    """Returns the parameters of a request, with a seed. Omitted values come from the model's generation_config.json, or
+    else are Outrider's defaults.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -259,7 +255,8 @@ def _refuse_invalid(subject: str, param: str) -> Iterator[None]:
 def build_answer_grammar(
     model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, form: OutputFormat | None
 ) -> Grammar | None:
-    """Returns the grammar of an answer to `prompt`; None if nothing constrains it.
+    """Returns the grammar of the whole answer to `prompt`; None if nothing constrains it. It allows thinking, if the
+    model has it, and then the format or tool calls.
 
     Raises:
         Problem: the format or a tool's schema can't be compiled or satisfied.

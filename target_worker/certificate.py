@@ -3,10 +3,6 @@
 Reads one JSON object {model, tokens, generated, sampling, ends} from stdin; writes JSON lines: {stage} and {position,
 of} as progress, then the report, or {error, kind}. Each token is chosen by a forward of one token after all earlier
 ones, as in plain decoding. Knows one text's tokens.
-
-`judge` decides whether rounding explains a token that the target would not have chosen. Two correct forwards may
-differ, because kernels for several tokens round differently from those for one. So a token is a tie if logits within
-the tolerance would have made it the choice, with filters and temperature.
 """
 
 from __future__ import annotations
@@ -62,6 +58,9 @@ def judge(logits: mx.array, tokens: Sequence[int], sampler: Sampler, token: int)
 
 
 def is_tie(difference: Difference) -> bool:
+    """Whether rounding explains the difference: logits within the tolerance would have made the token the choice, with
+    filters and temperature. Two correct forwards may differ: kernels for several tokens round otherwise than for
+    one."""
     return difference.margin is not None and difference.margin <= difference.tolerance
 
 

@@ -1,9 +1,7 @@
 """The drafters in the target's process. They draft between two verifies, without messages, and do not work ahead.
 
 A drafter is a draft model (`InProcessModel`), a head that reads the target's hidden states (`HeadDrafter`), an early
-exit of the target (`ExitDrafter`), or n-grams (`NgramDrafter`). `InProcessDrafters` holds them by name and opens a
-session in each for each request; `load` loads them when the target starts. A drafter that can't be loaded is left out
-with a note.
+exit of the target (`ExitDrafter`), or n-grams (`NgramDrafter`). One that can't be loaded is left out with a note.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
 """The processes of the ranks of one target: how they find each other, and how they end together.
 
-`LocalRanks`: further ranks on this machine, processes that rank 0 starts and that end with it. They form MLX's ring
-over loopback, and find each other by a file of addresses. Other ranks are started by mlx.launch.
-
-`RankLink`: a rank's connections. A collective does not fail when another rank dies, so a second thread watches the
-connections and ends the process when one closes. Knows nothing of messages, and does not import MLX, because a process
-starts its ranks first.
+Knows nothing of messages, and does not import MLX, because a process starts its ranks first.
 """
 
 from __future__ import annotations
@@ -42,9 +37,11 @@ log = logging.getLogger(__name__)
 
 
 class LocalRanks:
-    """Ranks 1 to `size` - 1, each this program with `arguments`; this process becomes rank 0.
+    """Ranks 1 to `size` - 1 on this machine, each this program with `arguments`; this process becomes rank 0. Other
+    ranks are started by mlx.launch.
 
-    Each ends when rank 0's end of a pipe closes, however rank 0 ends.
+    They form MLX's ring over loopback, and find each other by a file of addresses. Each ends when rank 0's end of a
+    pipe closes, however rank 0 ends.
     """
 
     def __init__(self, size: int, arguments: Sequence[str], inherited: Sequence[int]) -> None:
@@ -134,10 +131,8 @@ def own_address() -> str:
 
 
 class RankLink:
-    """A rank's side: a socket for messages, whose connections close when another rank ends.
-
-    `on_lost` is called before this process ends because another rank has ended.
-    """
+    """A rank's side: a socket for messages, whose connections close when another rank ends. A collective does not fail
+    then, so a second thread watches the connections and ends the process when one closes, after calling `on_lost`."""
 
     def __init__(self, kind: int, ranks: Ranks, on_lost: Callable[[], None] = lambda: None) -> None:
         self.ranks = ranks

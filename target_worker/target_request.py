@@ -1,9 +1,6 @@
 """A request on the target: its slot, its latest outcomes, and what it verifies next.
 
 What it verifies comes from a VERIFY, a prepared chain, plain decoding or an in-process drafter.
-
-A request's `FeatureListener` collects the features that a head in another process reads; they are sent with its
-outcomes. A prompt's features are sent piece by piece, while the next piece is read.
 """
 
 from __future__ import annotations
@@ -54,7 +51,9 @@ MAX_KEPT_OUTCOMES = 2  # the orchestrator may be one round behind if the target 
 
 
 class FeatureListener:
-    """Collects the features of a text's committed tokens, in float16; with `reach`, only the newest of each forward."""
+    """Collects the features of a text's committed tokens for a head in another process, in float16; with `reach`, only
+    the newest of each forward. They are sent with the outcomes; those of a prompt piece by piece, while the next piece
+    is read."""
 
     def __init__(self, request: str, epoch: int, reach: int | None = None) -> None:
         self.fault = ""

@@ -1,8 +1,5 @@
 """Messages about a worker itself, its start, its health, its end; and messages between the ranks of one target.
 
-`Abilities`: what a target can do, found by checks when it is loaded. Hello reports them, and the target is
-asked for nothing else.
-
 All ranks run the same model, each with a part of every layer, so every forward involves all ranks. Rank 0, which talks
 to the orchestrator, tells the others what it feeds. No other process uses these messages.
 """
@@ -47,7 +44,8 @@ class InProcessDrafter(Record, frozen=True):
 
 
 class Abilities(Record, frozen=True):
-    """`chains`: the target verifies several tokens in one forward and can roll back the rejected ones.
+    """What a target can do, found by checks when it is loaded; it is asked for nothing else. `chains`: it verifies
+    several tokens in one forward and can roll back the rejected ones.
 
     Without `chains` it decodes one token at a time, and `why` explains it. `own_caches`: the model keeps its own caches
     instead of the simpler ones that roll back at once. `takes_kv`: it can continue from keys and values of a prefill

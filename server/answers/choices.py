@@ -1,8 +1,7 @@
 """The choices of an answer: their parameters, and their text, which is split into parts as it grows.
 
 Parts are text, thinking and tool calls, by the model's own tags. Characters that may begin a tag are held back until
-that is decided, so a part never changes after it is returned. `ChoiceState` is a choice from its prompt to its result.
-`plan_answer` prepares the choices of a request.
+that is decided, so a part never changes after it is returned.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Formats answers for an API, whole or as a stream of server-sent events.
-
-`CompletionFormatter` is for chat and text completions, `BlockFormatter` for APIs whose answers are blocks.
-"""
+"""Formats answers for an API, whole or as a stream of server-sent events."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Runs the choices of one HTTP request concurrently, and returns their parts as one sequence.
 
 The queue is unbounded: a slow reader gets all text since its last read at once, and delays no other reader.
-
-`EventStream` is the streamed response, server-sent events, which ends when its client disconnects. A stream that fails
-after its start reports the error in an event of its API.
 """
 
 from __future__ import annotations
@@ -155,7 +152,8 @@ class RequestRun:
 
 
 class EventStream(Response):
-    """A response that writes the items of `run`, formatted by `events`, and closes `run` at its end."""
+    """A response that writes the items of `run`, server-sent events formatted by `events`, and closes `run` at its end,
+    or when its client disconnects. A stream that fails after its start reports the error in an event of its API."""
 
     media_type = "text/event-stream"
 

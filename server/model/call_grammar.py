@@ -1,8 +1,6 @@
 """Lark grammars of tool calls in each model's format, with arguments that satisfy the tool's schema.
 
-mlx-lm's parser of the format parses a matching text correctly. `Rules` builds a grammar rule by rule;
-text that the model has as a special token is written as that token. `CallStyle` describes one format: @name is a
-function's or an argument's name, @n the call's number, @nl an optional line break, @sp an optional space.
+mlx-lm's parser of the format parses a matching text correctly.
 """
 
 from __future__ import annotations
@@ -40,7 +38,8 @@ _SEPARABLE_KEYS = {"type", "properties", "required", "$defs", "definitions", "ad
 
 
 class Rules:
-    """Builds a grammar. Methods return expressions, and add the rules they need."""
+    """Builds a grammar rule by rule. Methods return expressions, and add the rules they need. Text that the model has
+    as a special token is written as that token."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._marks = sorted(vocabulary.marks, key=lambda mark: len(mark[1]), reverse=True)
@@ -238,7 +237,8 @@ class ArgumentStyle:
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """A call is `before`, its arguments and `after`; without arguments it is `empty`, if that differs.
+    """A call is `before`, its arguments and `after`; without arguments it is `empty`, if that differs. In these, @name
+    is a function's or an argument's name, @n the call's number, @nl an optional line break, @sp an optional space.
 
     `arguments`: None if they are one JSON object. `block`: what begins, separates and ends several calls between one
     pair of tags; None: each call has its own pair. `names`: function names that can be written.

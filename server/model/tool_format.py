@@ -2,8 +2,6 @@
 
 Calls are parsed by mlx-lm's tool parsers, which are loaded without importing mlx-lm, because that imports MLX. Tags are
 found as in mlx-lm, by the vocabulary's tokens and the template, and for some families that it does not know.
-`tools_as_text` describes tools in the system prompt, in Hermes' style, for models whose template does not support
-tools.
 """
 
 from __future__ import annotations
@@ -210,7 +208,7 @@ def _import_parsers() -> str:
 
 
 def tools_as_text(messages: Iterable[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """Rewrites a conversation for a template without tools, which the system message then describes."""
+    """Rewrites a conversation for a template without tools: the system message describes them, in Hermes' style."""
     converted: list[Message] = []
     for message in messages:
         one = _message_to_text(message)
