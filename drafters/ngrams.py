@@ -1,7 +1,6 @@
 """N-grams in the target's process: copies from the text, or from a table, that cost neither a forward nor a message.
 
-`NgramDrafter` is shared by all requests, and `NgramDraft` follows one request's text. Which copies to expect is decided
-in `protocol.ngrams`, as in the orchestrator, which uses n-grams after a miss of its speculation cache.
+`protocol.ngrams` decides which copies to expect, also for the orchestrator after a miss of its speculation cache.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, Copy, CopyAcceptance, N
 
 
 class NgramDrafter:
-    """Proposes copies from a request's text, or else from `table`, as long as they are worth their rows."""
+    """Shared by all requests: proposes copies from a text, or else from `table`, as long as they are worth their
+    rows."""
 
     def __init__(self, table: NgramTable | None = None) -> None:
         self.table = table

@@ -1,8 +1,4 @@
-"""The middleware of every request: its id, access control, and the record of its end.
-
-`AccessLogMiddleware` wraps `AuthMiddleware`, so rejected requests are recorded too. It feeds the metrics, the access
-log and the trace span. None of them contains a key, a query string or a body.
-"""
+"""The middleware of every request: its id, access control, and the record of its end."""
 
 from __future__ import annotations
 
@@ -41,7 +37,8 @@ PAGE_PATH = "/page/"
 
 
 class AccessLogMiddleware:
-    """Assigns an id to each request and records how it ended."""
+    """Assigns an id to each request and records how it ended, for the metrics, the access log and the trace span, none
+    of which contains a key, a query string or a body. Wraps `AuthMiddleware`, so rejected requests are recorded too."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None) -> None:
         self._app = app

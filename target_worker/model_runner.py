@@ -1,8 +1,8 @@
 """The target's forwards: which requests take part in the next one, and their results.
 
 All requests that can continue share a forward. Prompts are read in pieces inside these forwards, so no request waits
-for a long one; `ChunkedPrefill` decides by the cost of forwards how much is read together with decoding requests. While
-all requests decode plainly, the next forward begins before this one is read. Knows requests and forwards; no messages.
+for a long one. While all requests decode plainly, the next forward begins before this one is read. Knows requests and
+forwards; no messages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ MAX_CHUNK_GROWTH = 2
 
 
 class ChunkedPrefill:
-    """Measures forwards and divides them among prompts. `last`: the prompt tokens that the latest forward read."""
+    """Decides by the cost of forwards, which it measures, how much of prompts is read together with decoding requests.
+    `last`: the prompt tokens that the latest forward read."""
 
     def __init__(self) -> None:
         self.cost = ForwardCost()

@@ -46,7 +46,7 @@ _SPARE_DISK_BYTES = 1 << 20
 
 
 class _GraphBuilder:
-    """Builds one coremltools Function of the decoder in `layout`, with its `weights`: one for each number of rows.
+    """Builds a coremltools Function of the decoder in `layout`, one for each number of rows, all with its `weights`.
 
     Every shape is static, no rank is above 4, projections are 1x1 convolutions over (1, channels, 1, rows), and
     key/value heads are never repeated. The inputs are embedded tokens, rotations in place of positions, and an additive
