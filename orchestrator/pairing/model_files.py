@@ -47,8 +47,8 @@ _REPOSITORY_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CONFIG_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt", "*.py")
 _WEIGHT_PATTERNS = ("model*.safetensors",)
 _EXPECTED_NAME = (
-    f"expected {' or '.join(PULLED_MODELS)} (see `outrider pairs`), a Hugging Face id such as org/name, a folder or a"
-    " GGUF file"
+    f"expected a name ({' or '.join(PULLED_MODELS)}, see `outrider pairs`), a Hugging Face id such as org/name, a"
+    " folder or a GGUF file"
 )
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 _LFS_POINTER = b"version https://git-lfs"  # the beginning of what Git stores in place of a large file
