@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import numpy as np
 from outrider.engine.flat import FlatCache, Segment
 from outrider.engine.memory import release_memory
 from outrider.engine.ort.layers import Array, DecoderLayers, Ints, Layout, dequantise, levels, rope_angles, to_numpy
-from outrider.engine.ort.sessions import CachedGraph, Sessions, arena_shrink_options, kernel_name
+from outrider.engine.ort.sessions import CachedGraph, CoreChoice, Sessions, arena_shrink_options, kernel_name
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import ModelError, first_line
 
@@ -116,6 +117,7 @@ class OrtForward:
         """Opens the sessions. `per_token`: see `graph.build`. Raises ModelError if these modules can't be computed."""
         layout = Layout.of(decoder)
         self._sessions = Sessions.open(partial(_build, decoder, layout, per_token), cached)
+        self._core_choice = CoreChoice()
         self._layout, self.shapes, self.kv_dtype = layout, layout.shapes, layout.kv_dtype
         self.quantised, self.width = layout.quantised, layout.width
         self.columns = [mx.array(np.zeros((1, s.kv_heads, 1, s.width), self.kv_dtype)) for s in self.shapes]
@@ -156,7 +158,7 @@ class OrtForward:
         Args:
             caches: one for each layer; the forward writes to their buffers.
             tapped: layers whose outputs are returned as `layer{i}` [T, H].
-            all_cores: also computes on the drafters' core, if they have one.
+            all_cores: may also compute on the drafters' core, if they have one and it is faster (`CoreChoice`).
             features: float32 [T, W], for a head; then `hidden` [R, H], the last layer's output, is returned, too.
         """
         runs = list(_split_into_runs(segments))
@@ -200,15 +202,20 @@ class OrtForward:
         if features is not None:
             outputs["hidden"] = np.empty((len(padded_indices), self.width), np.float32)
         outputs |= {f"layer{i}": np.empty((arrangement.flat, self.width), np.float32) for i in tapped}
+        is_long, session = segments[0].long, self._sessions.own
         wide = self._sessions.all_cores
-        session = wide if wide is not None and (all_cores or segments[0].long) else self._sessions.own
+        if wide is not None and (is_long or (all_cores and self._core_choice.use_all(len(tokens)))):
+            session = wide
         binding, are_new = self._binding(session, caches, segments, arrangement, tuple(tapped))
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        is_large = segments[0].long and len(tokens) >= _MIN_PIECE_TOKENS
+        is_large = is_long and len(tokens) >= _MIN_PIECE_TOKENS
+        begun = time.perf_counter()
         session.run_with_iobinding(binding, arena_shrink_options() if is_large else None)
+        if wide is not None and not is_long:
+            self._core_choice.record(len(tokens), session is wide, 1000 * (time.perf_counter() - begun))
         if is_large or are_new:  # buffers that have grown leave the memory of smaller ones
             release_memory()
         own = {name: tokens if name.startswith("layer") else logits_indices for name in outputs}

@@ -39,6 +39,7 @@ _READ_BYTES = 2**22  # read at a time
 _SPIN_MICROSECONDS = "100"
 """How long an idle thread spins before it sleeps: longer than one thread's operations between those of all threads, but
 not so long that threads keep each other from the cores on a busy machine."""
+_TRIAL_PERIOD, _TRIAL_FORWARDS, _NEW_SHARE = 128, 3, 0.3
 _GRAPH_FILE, _WEIGHTS_FILE, _CHECKED_FILE = "graph.onnx", "weights.bin", "checked.json"
 _CPU_FLAGS = ("amx_int8", "avx512_vnni", "avx512f", "avx_vnni", "avx2")
 _SAVE_OPTIONS = {
@@ -102,6 +103,30 @@ class Sessions:
     def _open_all(cls, source: bytes | str, weights: dict[str, Any] | None = None) -> Sessions:
         core = drafter_core()
         return cls(_open_session(source, weights), None if core is None else _open_session(source, weights, core))
+
+
+class CoreChoice:
+    """Decides whether forwards that may use all cores do, by the time that forwards of as many rows took.
+
+    Other programs on the drafters' core can make all cores slower than the target's own. A few forwards of each
+    `_TRIAL_PERIOD` use the cores that seem slower, so that a change is noticed.
+    """
+
+    def __init__(self) -> None:
+        self._own_ms, self._all_ms = dict[int, float](), dict[int, float]()
+        self._forwards = 0
+
+    def use_all(self, rows: int) -> bool:
+        """Whether the next forward of `rows` uses all cores."""
+        own, of_all = self._own_ms.get(rows), self._all_ms.get(rows)
+        self._forwards += 1
+        is_trial = self._forwards % _TRIAL_PERIOD >= _TRIAL_PERIOD - _TRIAL_FORWARDS
+        return (own is None or of_all is None or of_all <= own) is not is_trial
+
+    def record(self, rows: int, all_cores: bool, milliseconds: float) -> None:
+        of_rows = self._all_ms if all_cores else self._own_ms
+        known = of_rows.get(rows, milliseconds)
+        of_rows[rows] = known + _NEW_SHARE * (milliseconds - known)
 
 
 @dataclass(frozen=True, slots=True)

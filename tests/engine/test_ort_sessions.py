@@ -374,5 +374,23 @@ def test_logits_are_bit_equal_for_any_number_of_cores(model: Path, monkeypatch: 
     assert np.array_equal(logits(model), alone)
 
 
+def test_forwards_use_all_cores_only_while_that_is_faster() -> None:
+    choice = sessions.CoreChoice()
+
+    def share_of_all(own_ms: float, all_ms: float, rows: int = 1) -> float:
+        """Returns the share of 1,000 forwards that use all cores, after 1,000 to learn these times."""
+        chosen = []
+        for _ in range(2000):
+            chosen.append(choice.use_all(rows))
+            choice.record(rows, chosen[-1], all_ms if chosen[-1] else own_ms)
+        return sum(chosen[1000:]) / 1000
+
+    assert choice.use_all(1)
+    assert share_of_all(8, 6) > 0.95
+    assert share_of_all(9, 20) < 0.05
+    assert share_of_all(10, 8, rows=4) > 0.95, "other numbers of rows have their own times"
+    assert share_of_all(8, 6) > 0.95
+
+
 def test_target_without_a_core_of_the_drafters_reports_none(model: Path) -> None:
     assert not probe_abilities(load(model)).all_cores
