@@ -30,7 +30,6 @@ from outrider.protocol.trees import (
     chain_parents,
     common_prefix_length,
     first_branch,
-    token_paths,
 )
 
 MAX_CHILDREN = 3
@@ -75,11 +74,14 @@ class Continuation:
         whether a token is verified must not depend on the draw."""
         if self.q is not None or not ends:
             return self
-        paths = token_paths(self.chain, self.parents or chain_parents(len(self.chain)))
-        kept = [node for node, path in enumerate(paths) if not {*path}.intersection(ends)]
-        parents = [self.parents[node] for node in kept] if self.parents else []
-        numbers = tuple(ROOT if parent == ROOT else kept.index(parent) for parent in parents)
-        return Continuation(tuple(self.chain[node] for node in kept), None, numbers)
+        chain, parents, numbers = list[int](), list[int](), {ROOT: ROOT}
+        above = self.parents or chain_parents(len(self.chain))
+        for node, (token, parent) in enumerate(zip(self.chain, above, strict=True)):
+            if parent in numbers and token not in ends:
+                numbers[node] = len(chain)
+                chain.append(token)
+                parents.append(numbers[parent])
+        return Continuation(tuple(chain), None, tuple(parents) if self.parents else ())
 
     @property
     def alternatives(self) -> Alternatives | None:

@@ -227,14 +227,16 @@ class NgramIndex:
         A copy may continue with its own beginning, because a text that repeats itself continues to repeat. If there is
         none, returns what the table knows, which may be fewer tokens.
         """
+        copy = self._find(length, then)
+        if self.ends.isdisjoint(copy.chain):
+            return copy
+        return Copy(tuple(takewhile(lambda token: token not in self.ends, copy.chain)), copy.evidence)
+
+    def _find(self, length: int, then: Sequence[int]) -> Copy:
+        """Returns a copy with its end tokens; see `lookup`."""
         tail = [*self._tokens[-MAX_NGRAM_SIZE:], *then][-MAX_NGRAM_SIZE:]
         for n in range(len(tail), MIN_NGRAM_SIZE - 1, -1):
             if (at := self._followed_at.get(tuple(tail[-n:]))) is not None:
                 following = [*self._tokens[at : at + length], *then]
-                copy = Copy(tuple(islice(cycle(following), max(length, 0))), n)
-                break
-        else:
-            copy = Copy() if self.table is None or not tail else self.table.copy(tail, length)
-        if self.ends.isdisjoint(copy.chain):
-            return copy
-        return Copy(tuple(takewhile(lambda token: token not in self.ends, copy.chain)), copy.evidence)
+                return Copy(tuple(islice(cycle(following), max(length, 0))), n)
+        return Copy() if self.table is None or not tail else self.table.copy(tail, length)

@@ -61,10 +61,8 @@ def physical_memory(groups: Path = CONTROL_GROUPS, own: Path = OWN_GROUPS) -> in
 
 
 def cpu_quota(groups: Path = CONTROL_GROUPS, own: Path = OWN_GROUPS) -> float:
-    """Returns how many CPUs' time a container, a service or a job allows this process; infinity: no limit.
-
-    Arguments as for `physical_memory`.
-    """
+    """Returns how many CPUs' time a container, a service or a job allows this process; infinity: no limit. Arguments as
+    for `physical_memory`."""
     limits = [math.inf]
     for file in _limit_files("cpu.cfs_quota_us", "cpu.max", groups, own):
         with suppress(OSError, ValueError):  # no such file, or the word "max"

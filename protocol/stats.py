@@ -31,8 +31,7 @@ class KvCost(Record, frozen=True):
         return len(lengths) * self.of(max(lengths, default=0)) if self.padded else sum(map(self.of, lengths))
 
     def __add__(self, other: KvCost) -> KvCost:
-        padded = self.padded or other.padded
-        return KvCost(self.per_text + other.per_text, self.per_token + other.per_token, padded)
+        return KvCost(self.per_text + other.per_text, self.per_token + other.per_token, self.padded or other.padded)
 
 
 class KvUse(Record, frozen=True):

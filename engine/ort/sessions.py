@@ -113,20 +113,20 @@ class CoreChoice:
     """
 
     def __init__(self) -> None:
-        self._own_ms, self._all_ms = dict[int, float](), dict[int, float]()
+        self._ms: dict[tuple[int, bool], float] = {}
         self._forwards = 0
 
     def use_all(self, rows: int) -> bool:
         """Whether the next forward of `rows` uses all cores."""
-        own, of_all = self._own_ms.get(rows), self._all_ms.get(rows)
+        own, of_all = self._ms.get((rows, False)), self._ms.get((rows, True))
         self._forwards += 1
         is_trial = self._forwards % _TRIAL_PERIOD >= _TRIAL_PERIOD - _TRIAL_FORWARDS
         return (own is None or of_all is None or of_all <= own) is not is_trial
 
     def record(self, rows: int, all_cores: bool, milliseconds: float) -> None:
-        of_rows = self._all_ms if all_cores else self._own_ms
-        known = of_rows.get(rows, milliseconds)
-        of_rows[rows] = known + _NEW_SHARE * (milliseconds - known)
+        """Records what a forward took, alone or on all cores; the newest time counts for `_NEW_SHARE`."""
+        known = self._ms.get((rows, all_cores), milliseconds)
+        self._ms[rows, all_cores] = known + _NEW_SHARE * (milliseconds - known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,8 +154,7 @@ def threads_of(role: str, settings: ServeSettings) -> int:
 
 def all_threads(settings: ServeSettings) -> int:
     """Returns the number of threads with which target and drafters compute together."""
-    of_drafters = threads_of("draft", settings) * _num_drafters(settings)
-    return threads_of("target", settings) * settings.shards + of_drafters
+    return threads_of("target", settings) * settings.shards + threads_of("draft", settings) * _num_drafters(settings)
 
 
 def _num_cores() -> int:
