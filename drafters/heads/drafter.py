@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.fan_out import Calibration
 from outrider.drafters.growth import MAX_CHILDREN, ChainAlternatives, Continuation, Steps
-from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, BlockHead, Head, MaskedHead
+from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, BlockHead, Head
 from outrider.drafters.heads.kv_rows import MAX_PENDING_PAIRS, BlockKVRows, MaskedKVRows, PairKVRows
 from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED, FeatureBuffer, FeatureKVCache, SavedPairs, make_kv_cache
 from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairTree
@@ -90,7 +90,7 @@ class HeadDrafter:
         kv_cache, size = self.kv_cache, self.context_length
         if isinstance(kv_cache, FeatureKVCache):
             return BlockTree(BlockKVRows(kv_cache, features), sampler, size, cache=cache)
-        if masks and isinstance(self.head, MaskedHead):
+        if masks and self.head.depth is not None:
             return MaskedTree(MaskedKVRows(kv_cache, features), sampler, size, cache=cache)
         return PairTree(PairKVRows(kv_cache, features), sampler, size, cache=cache)
 
@@ -199,8 +199,7 @@ class HeadDraft:
         """Returns how many of `depth` tokens it can draft; 0: none, as features are missing or it is closed."""
         if self._closed or not self.is_up_to_date:
             return 0
-        head = self._drafter.head
-        most = head.depth if isinstance(head, BlockHead | MaskedHead) else depth
+        most = self._drafter.head.depth or depth
         return max(0, min(depth, most, self._drafter.context_length - self._length))
 
     def continuation(self, depth: int) -> Steps[Continuation]:

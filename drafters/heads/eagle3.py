@@ -23,7 +23,7 @@ from outrider.drafters.heads.checkpoint import (
     parse_layer_sizes,
     parse_taps,
 )
-from outrider.drafters.heads.head import MaskedHead, PairHead
+from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.layers import MLPS, Attention, DraftVocabulary, LayerSizes
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
@@ -81,7 +81,8 @@ class Eagle3Layer(nn.Module):  # type: ignore[misc]
 
 class Eagle3(PairHead):
     """`parts`: the names of its tensors, of which some are optional: its own embedding and output layer (else it uses
-    the target's), and norms of each tapped row before fusing (`fc_norm`) or of all as one (`input_norm`).
+    the target's), norms of each tapped row before fusing (`fc_norm`) or of all as one (`input_norm`), and P-EAGLE's
+    rows of a mask (`mask_hidden`; arXiv 2602.01469).
     """
 
     def __init__(
@@ -130,6 +131,10 @@ class Eagle3(PairHead):
         normed: mx.array = self.norm(hidden)
         return normed if self.config.norm_output else hidden
 
+    @property
+    def mask_feature(self) -> mx.array | None:
+        return self.fuse(self.mask_hidden[0]) if "mask_hidden" in self else None
+
     def decoder(self, target: DecoderLayers) -> DecoderLayers:
         table, output = self.get("embed_tokens", target.embedding), self.get("lm_head", target.output)
         return replace(
@@ -143,17 +148,6 @@ class Eagle3(PairHead):
         normed = b.norm("features", first.hidden_norm)
         both = b.op("Concat", b.norm("x", first.input_layernorm), normed, axis=-1)
         return (normed if self.config.norm_before_residual else "features"), both
-
-
-class PEagle(Eagle3, MaskedHead):
-    """P-EAGLE (arXiv 2602.01469): a learned vector replaces a feature that is not known.
-
-    `depth`: the number of tokens that it was trained to draft at once.
-    """
-
-    @property
-    def mask_feature(self) -> mx.array:
-        return self.fuse(self.mask_hidden[0])
 
 
 def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name: str = "the head") -> Eagle3:
@@ -174,8 +168,8 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         own = {"embed_tokens.weight", "lm_head.weight"} <= set(weights)
         if not own and settings.hidden_size != settings.target_hidden_size:
             raise CannotDraft(f"{name} is narrower than the target; expected embed_tokens and lm_head in it")
-        head = (PEagle if "mask_hidden" in weights else Eagle3)(settings, target, vocabulary, weights)
-        if isinstance(head, PEagle):
+        head = Eagle3(settings, target, vocabulary, weights)
+        if "mask_hidden" in weights:
             weights["mask_hidden"] = weights["mask_hidden"].reshape(1, 1, -1)
             head.mask_token, head.depth = _parse_masks(config, target.vocab_size, name)
         load_head_weights(head, weights, name)

@@ -15,7 +15,7 @@ from weakref import finalize
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, MaskedHead
+from outrider.drafters.heads.head import NOT_FINITE_MESSAGE
 from outrider.drafters.heads.layers import BlockLink
 from outrider.drafters.heads.pair_kv_cache import (
     DraftBlock,
@@ -61,8 +61,8 @@ class PairKVRows(FeatureKVRows):
 
     def __init__(self, kv_cache: PairKVCache, features: FeatureBuffer) -> None:
         super().__init__(kv_cache, features)
-        self._head, self.lazy = kv_cache.head, kv_cache.cpu is None
-        self._missing: Row | None = (self._head.mask_feature, 0) if isinstance(self._head, MaskedHead) else None
+        self.lazy, mask = kv_cache.cpu is None, kv_cache.head.mask_feature
+        self._missing: Row | None = None if mask is None else (mask, 0)
         self.restart_at(0)
 
     def restart_at(self, origin: int) -> None:
@@ -295,11 +295,11 @@ class MaskedKVRows(SlotKVRows, PairKVRows):
         batch, nothing = PairBatch(), mx.zeros((0, 0))
         for text, rows in zip(texts, new, strict=True):
             for row, slot in enumerate(rows.slots if isinstance(rows, NewBlocks) else ()):
-                if slot.index or not isinstance(text._head, MaskedHead) or text._missing is None:
+                if slot.index:
                     continue
                 text._add(batch, rows, range(row, row + 1))
                 masks = slot.block.slots - 1
-                batch.add(np.full(masks, text._head.mask_token, np.int32), [text._missing] * masks)
+                batch.add(np.full(masks, text.kv_cache.head.mask_token, np.int32), [text._missing] * masks)
                 batch.segments[-1] = replace(batch.segments[-1], count=batch.segments[-1].count + masks)
         found = batch.feed(texts[0].kv_cache) if batch.segments else (nothing, nothing)
         for text, rows in zip(texts, new, strict=True):
