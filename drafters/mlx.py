@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from outrider.drafters.drafter import TokenTree
-from outrider.engine.kv_cache import check_prompt
+from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.engine.kv_rows import PromptReader
 from outrider.engine.load_checks import measure_tree_cost, open_kv_rows
 from outrider.engine.loading import LoadedModel, load
@@ -13,11 +12,9 @@ from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
-from outrider.grammar.constraint import Constraint
-from outrider.protocol.sampling import SamplingParams
 
 
-class MlxDrafter:
+class MlxDrafter(Drafter):
     """A `Drafter` over a model in this process; the engine chooses a tree that the model's caches allow."""
 
     backend = "mlx"
@@ -45,14 +42,5 @@ class MlxDrafter:
         """
         return cls(load(path, progress=progress), reader)
 
-    def open(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        constraint: Constraint | None = None,
-        cached: int = 1,
-    ) -> TokenTree:
-        check_prompt(tokens, self.vocab_size)
-        sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
-        kv_rows, draws = open_kv_rows(self.model, self._reader), Draws.of(sampling, cached)
-        return Tree(kv_rows, sampler, self.context_length, draws, self.prompt_cache)
+    def make_tree(self, sampler: Sampler, draws: Draws | None) -> TokenTree:
+        return Tree(open_kv_rows(self.model, self._reader), sampler, self.context_length, draws, self.prompt_cache)

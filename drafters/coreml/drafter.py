@@ -18,18 +18,15 @@ from numpy.typing import NDArray
 from outrider.drafters.coreml.layout import Mode, PackageFunction
 from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.runtimes import Outputs, Runtime, RuntimeState
-from outrider.drafters.drafter import DrafterFault
+from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.engine.flat import Bools, Ints, LayerKVs, ancestor_mask
-from outrider.engine.kv_cache import check_prompt
 from outrider.engine.kv_rows import KVRows, NewRows, ReadingFault
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import Step
 from outrider.engine.tree import Tree, TreeInput
-from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import ROOT
 
@@ -291,7 +288,7 @@ class CoreMLTree(Tree):
         return rows
 
 
-class CoreMLDrafter:
+class CoreMLDrafter(Drafter):
     """A `Drafter` over `package`, run by `runtime`, which is called on one thread only."""
 
     backend = "coreml"
@@ -306,16 +303,7 @@ class CoreMLDrafter:
         self.prompt_cache = PromptCache(KvCost(per_text=cache_bytes))
         self._host = PackageHost(package, runtime)
 
-    def open(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        constraint: Constraint | None = None,
-        cached: int = 1,
-    ) -> CoreMLTree:
-        check_prompt(tokens, self.vocab_size)
-        sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
-        draws = Draws.of(sampling, cached)
+    def make_tree(self, sampler: Sampler, draws: Draws | None) -> CoreMLTree:
         return CoreMLTree(CoreMLKVRows(self._host), sampler, self.context_length, draws)
 
 

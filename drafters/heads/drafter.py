@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from outrider.drafters.drafter import TokenTree
+from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.drafters.fan_out import Calibration
 from outrider.drafters.growth import MAX_CHILDREN, ChainAlternatives, Continuation, Steps
 from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, BlockHead, Head
@@ -18,6 +18,7 @@ from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairT
 from outrider.drafters.work_ahead import DraftTurn
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, ModelFault, OutriderError, wrap_model_errors
@@ -36,7 +37,7 @@ UNTRAINED_PREFIX_NOTE = (
 )
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """A `Drafter` with `head`, and a drafter in the target's process.
 
     `note` is a note for users; `is_weak`: it says why few drafts will be accepted. `agreement`: how often the head
@@ -62,22 +63,13 @@ class HeadDrafter:
         self.kv_cache = make_kv_cache(head, cpu)
         self.calibration = Calibration()
 
-    def open(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        constraint: Constraint | None = None,
-        cached: int = 1,
-    ) -> TokenTree:
+    def make_tree(self, sampler: Sampler, draws: Draws | None) -> TokenTree:
         """Returns a tree that reads tokens when their features have arrived, and can grow once the first ones have."""
-        return self.tree(self.sampler(sampling, constraint), FeatureBuffer(self.context_length))
+        return self.tree(sampler, FeatureBuffer(self.context_length))
 
     def open_draft(self, sampling: SamplingParams, constraint: Constraint | None = None) -> HeadDraft:
         """Returns the draft of a text in the target's process, which collects the text's features."""
         return HeadDraft(self, self.sampler(sampling, constraint))
-
-    def sampler(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Sampler:
-        return Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
 
     def tree(
         self,
