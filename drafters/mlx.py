@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from outrider.drafters.drafter import Drafter, TokenTree
-from outrider.engine.kv_rows import PromptReader
 from outrider.engine.load_checks import measure_tree_cost, open_kv_rows
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.prompt_cache import PromptCache
@@ -13,13 +13,16 @@ from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 
+if TYPE_CHECKING:
+    from outrider.drafters.coreml.drafter import PackageReader
+
 
 class MlxDrafter(Drafter):
     """A `Drafter` over a model in this process; the engine chooses a tree that the model's caches allow."""
 
     backend = "mlx"
 
-    def __init__(self, model: LoadedModel, reader: PromptReader | str = "") -> None:
+    def __init__(self, model: LoadedModel, reader: PackageReader | str = "") -> None:
         self.model = model
         self._reader = None if isinstance(reader, str) else reader
         self.note = reader if isinstance(reader, str) else reader.note
@@ -31,7 +34,7 @@ class MlxDrafter(Drafter):
         self.prompt_cache = PromptCache(measure_tree_cost(model))
 
     @classmethod
-    def load(cls, path: str, progress: Callable[[str], None], reader: PromptReader | str = "") -> MlxDrafter:
+    def load(cls, path: str, progress: Callable[[str], None], reader: PackageReader | str = "") -> MlxDrafter:
         """Loads the model and checks that branches reproduce its logits.
 
         Args:

@@ -7,11 +7,11 @@ and its position are those of its `NodeSegment`. Knows columns and positions; kn
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize
 
 import mlx.core as mx
@@ -113,16 +113,9 @@ class ReadingFault(OutriderError):
     """A reader can't continue; the model reads the rest itself."""
 
 
-class PromptReader(Protocol):
-    """Reads prompts instead of a model, by the same weights. `note`: says so."""
-
-    note: str
-
-    def readable(self, count: int) -> int:
-        """Returns how many of a prompt's first `count` tokens it reads; 0: the model is faster."""
-
-    def read(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
-        """Yields keys (rotated) and values of tokens from position 0 on, in pieces. Raises ReadingFault if it fails."""
+PromptReader = Callable[[Sequence[int]], Iterator[LayerKVs]]
+"""Reads prompts instead of a model, by the same weights. Yields keys (rotated) and values of a prompt's first tokens in
+pieces: none if the model is faster. Raises ReadingFault if it fails."""
 
 
 @cache_per_model
@@ -152,9 +145,7 @@ class DenseKVRows(KVRows):
 
     def prefill(self, tokens: Sequence[int], start: int = 0) -> int:
         if self.reader is not None and start == 0:
-            wanted = self.reader.readable(len(tokens))
-            log.debug("the package reads %d of the prompt's %d tokens", wanted, len(tokens))
-            self._pieces = self.reader.read(tokens[:wanted]) if wanted else iter(())
+            self._pieces = self.reader(tokens)
         try:
             piece = next(self._pieces, None)
         except ReadingFault as error:

@@ -5,6 +5,7 @@ Everything runs on the caller's thread.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from outrider.engine.tree import Tree, TreeInput
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import ROOT
+
+log = logging.getLogger(__name__)
 
 MASK_VALUE = -1e4  # float16 can hold it, and exp() of it is 0
 _CACHE_INPUTS = ("k_past", "v_past")
@@ -314,7 +317,7 @@ class PackageReader:
     transposed or computed again; only float16 rounding differs from MLX's own reading.
 
     Args:
-        min_tokens: the model itself reads shorter prompts.
+        min_tokens: the model itself reads shorter prompts, and the tokens beyond the package's context.
     """
 
     def __init__(self, package: Package, runtime: Runtime, min_tokens: int) -> None:
@@ -322,15 +325,15 @@ class PackageReader:
         self.note = f"prompts of {min_tokens} tokens and more are read by {runtime.name}"
         self._host = PackageHost(package, runtime)
 
-    def readable(self, count: int) -> int:
-        """Returns how many tokens of a prompt the package reads: none if it is too short, at most its context."""
-        return min(count, self._host.layout.context) if count >= self.min_tokens else 0
-
-    def read(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
+    def __call__(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
+        if len(tokens) < self.min_tokens:
+            return
         prefill, rows = self._host.layout.prefill, CoreMLKVRows(self._host)
+        end = min(len(tokens), self._host.layout.context)
+        log.debug("the package reads %d of the prompt's %d tokens", end, len(tokens))
         try:
-            for first in range(0, len(tokens), prefill.rows):
-                fresh = rows.read(tokens[first : first + prefill.rows], prefill)
+            for first in range(0, end, prefill.rows):
+                fresh = rows.read(tokens[first : min(first + prefill.rows, end)], prefill)
                 layers = zip(fresh.keys[:, None], fresh.values[:, None], strict=True)
                 yield tuple((mx.array(keys), mx.array(values)) for keys, values in layers)
         except OutriderError as error:

@@ -105,7 +105,7 @@ def test_prompts_read_on_the_cpu_match_those_of_the_interpreter(
 ) -> None:
     package = converted("qwen2", mode=mode).package
     runtimes = (CoreMLRuntime(package, "CPU_ONLY", ["prefill64"]), NumpyRuntime(package.path))
-    found, expected = (list(PackageReader(package, runtime, 1).read(text[:150])) for runtime in runtimes)
+    found, expected = (list(PackageReader(package, runtime, 1)(text[:150])) for runtime in runtimes)
     for one, other in zip(found, expected, strict=True):
         for a, b in ((one.keys, other.keys), (one.values, other.values)):
             assert np.abs(a - b).max() <= 0.1 * b.std()
