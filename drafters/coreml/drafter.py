@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from outrider.drafters.coreml.layout import Mode, PackageFunction
 from outrider.drafters.coreml.package import Package
-from outrider.drafters.coreml.runtimes import Outputs, Runtime, RuntimeState
+from outrider.drafters.coreml.runtimes import CoreMLRuntime, Outputs, RuntimeState
 from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.engine.flat import Bools, Ints, LayerKVs, ancestor_mask
 from outrider.engine.kv_rows import KVRows, NewRows, ReadingFault
@@ -73,7 +73,7 @@ class PackageHost:
     Each row of a call has its own mask. Each function has one set of input buffers, which is reused.
     """
 
-    def __init__(self, package: Package, runtime: Runtime) -> None:
+    def __init__(self, package: Package, runtime: CoreMLRuntime) -> None:
         self.package = package
         self.layout = package.layout
         self._runtime = runtime
@@ -296,7 +296,7 @@ class CoreMLDrafter(Drafter):
 
     backend = "coreml"
 
-    def __init__(self, package: Package, runtime: Runtime, note: str = "") -> None:
+    def __init__(self, package: Package, runtime: CoreMLRuntime, note: str = "") -> None:
         self.note = note or f"drafting with {runtime.name}"
         self.vocab_size = package.layout.architecture.vocab_size
         self.context_length = package.layout.context
@@ -320,7 +320,7 @@ class PackageReader:
         min_tokens: the model itself reads shorter prompts, and the tokens beyond the package's context.
     """
 
-    def __init__(self, package: Package, runtime: Runtime, min_tokens: int) -> None:
+    def __init__(self, package: Package, runtime: CoreMLRuntime, min_tokens: int) -> None:
         self.min_tokens, self.package = min_tokens, package
         self.note = f"prompts of {min_tokens} tokens and more are read by {runtime.name}"
         self._host = PackageHost(package, runtime)
