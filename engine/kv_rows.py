@@ -217,14 +217,6 @@ class JointKVRows(DenseKVRows):
         return texts[0].rows.run([own.tokens for own in new], segments)
 
 
-@dataclass(frozen=True, slots=True)
-class _ColumnState:
-    """The recurrent state after a column: one row of a forward's states."""
-
-    states: States
-    row: int
-
-
 class _BatchCache(FlatCache):
     """A row of columns that all rows of a batch, of one token each, write and read."""
 
@@ -279,14 +271,14 @@ class RecurrentKVRows(DenseKVRows):
     def __init__(self, model: LoadedModel) -> None:
         """Raises ModelError if the model has a kind of cache that can be neither masked nor kept by reference."""
         super().__init__(model, _BatchRows(model))  # its own, because a forward puts its tree's state into the caches
-        self._column_states: dict[int, _ColumnState] = {}
+        self._column_states: dict[int, tuple[States, int]] = {}  # after each: the states of a forward, and its row
 
     def prefill(self, tokens: Sequence[int], start: int = 0) -> int:
         if not tokens:
             return 0
         self._put_states([start - 1])
         count = super().prefill(tokens, start)
-        self._column_states = {start + count - 1: _ColumnState(self._states(), 0)}
+        self._column_states = {start + count - 1: (self._states(), 0)}
         return count
 
     def _forward_one(self, new: NewRows) -> mx.array:
@@ -300,7 +292,7 @@ class RecurrentKVRows(DenseKVRows):
             own = positions[: last + 1], seen[rows, : last + 1]
             logits.append(self.rows.batch(tokens[first : rows[-1] + 1], self.sequence.row, start + first, *own))
             states = self._states()
-            self._column_states.update({start + row: _ColumnState(states, i) for i, row in enumerate(rows)})
+            self._column_states.update({start + row: (states, i) for i, row in enumerate(rows)})
             order += rows
         if len(logits) == 1:
             return logits[0]
@@ -313,14 +305,14 @@ class RecurrentKVRows(DenseKVRows):
         self._column_states = {new: self._column_states[old] for new, old in kept if old in self._column_states}
 
     def save(self, count: int) -> SavedPrefix:
-        after = self._column_states[count - 1]
-        states = tuple(tuple(a[after.row : after.row + 1] for a in own) for own in after.states)
+        forward, row = self._column_states[count - 1]
+        states = tuple(tuple(a[row : row + 1] for a in own) for own in forward)
         mx.eval(states)
         return replace(super().save(count), states=states)
 
     def restore(self, start: CachedPrefix) -> None:
         super().restore(start)
-        self._column_states = {start.length - 1: _ColumnState(start.saved.states, 0)}
+        self._column_states = {start.length - 1: (start.saved.states, 0)}
 
     def _states(self) -> States:
         return tuple(tuple(cache.cache) for cache in self.rows.recurrent)
@@ -334,7 +326,7 @@ class RecurrentKVRows(DenseKVRows):
         sources = [self._column_states[parent] for parent in parents]
         for layer, cache in enumerate(self.rows.recurrent):
             for i in range(len(cache.cache)):
-                cache.cache[i] = gather_rows([(source.states[layer][i], source.row) for source in sources])
+                cache.cache[i] = gather_rows([(states[layer][i], row) for states, row in sources])
 
 
 def gather_rows(rows: Sequence[Row], dtype: mx.Dtype = mx.float32) -> Array:
