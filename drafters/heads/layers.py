@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +12,6 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from outrider.engine.flat import FlatCache, attention
 from outrider.engine.hidden_states import scatter_logits
-from outrider.protocol.errors import CannotDraft
 
 LINK_CANDIDATES = 16
 MLPS = {"silu": qwen3.MLP, "gelu_pytorch_tanh": gemma3_text.MLP}
@@ -91,23 +90,7 @@ class DraftVocabulary:
     numbers: mx.array | None = None
 
     @classmethod
-    def read(cls, d2t: mx.array | None, count: int, size: int, name: str) -> DraftVocabulary:
-        """Returns the vocabulary by `d2t` [count], the offset of each id. Raises CannotDraft if it is for another
-        target."""
-        if d2t is None or (count == size and not d2t.any().item()):
-            if count > size:
-                raise CannotDraft(f"{name} has {count} tokens and this target {size}; expected a head for this target")
-            return cls(size) if count == size else cls._of(size, mx.arange(count))
-        if d2t.shape != (count,):
-            raise CannotDraft(f"{name} maps {d2t.shape} tokens and its config says {count}; download the head again")
-        ids = mx.arange(count) + d2t.astype(mx.int32)
-        listed = cast("list[int]", ids.tolist())
-        if min(listed) < 0 or max(listed) >= size:
-            raise CannotDraft(f"{name} has tokens beyond this target's {size}; expected a head for its vocabulary")
-        return cls._of(size, ids)
-
-    @classmethod
-    def _of(cls, size: int, ids: mx.array) -> DraftVocabulary:
+    def of(cls, size: int, ids: mx.array) -> DraftVocabulary:
         numbers = mx.zeros((size,), mx.int32)
         numbers[ids] = mx.arange(ids.shape[0])
         return cls(size, ids, numbers)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.heads import early_exit
-from outrider.drafters.heads.checkpoint import HeadTarget, find_target_mismatch, read_weights
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, find_target_mismatch
 from outrider.drafters.heads.drafter import HeadDrafter, make_for_draft_worker
 from outrider.drafters.heads.head import BlockHead, Head
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, HeadKVCache, PairKVCache, make_kv_cache
@@ -24,7 +24,7 @@ from outrider.engine.loading import LoadedModel, find_model_folder, load_lazily
 from outrider.engine.ort.check import check_logits, is_enabled
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.layers import DecoderLayers, Ints
-from outrider.protocol.digest import model_digest, read_json
+from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import CannotDraft, ModelError, OutriderError, first_line, wrap_model_errors
 from outrider.protocol.heads import TARGET_HEADS
 
@@ -48,8 +48,7 @@ def read_head(kind: str, path: str, model: LoadedModel, progress: Callable[[str]
         module = import_module(f"outrider.drafters.heads.{kind}")  # not each one, as mtp imports many models
         if kind == "mtp":
             return cast("Head", module.read_head(folder, model))
-        config = read_json(folder / "config.json")
-        return cast("Head", module.build(config, read_weights(folder), HeadTarget.of(model), str(folder)))
+        return cast("Head", module.build(HeadCheckpoint.read(folder, HeadTarget.of(model))))
 
 
 def load(

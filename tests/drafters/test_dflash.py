@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.checkpoint import HeadTarget, read_weights
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.dflash import DFlash, build
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.load import _predict_tokens as predict_tokens
@@ -19,7 +19,6 @@ from outrider.drafters.heads.pair_kv_cache import FeatureKVCache
 from outrider.engine.hidden_states import find_backbone, register_forward_hook
 from outrider.engine.loading import load
 from outrider.engine.noise import gumbel
-from outrider.protocol.digest import read_json
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.drafters.dflash_heads import NumpyHead, write
@@ -35,7 +34,6 @@ ROWS = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in TEXTS]
 
 
 def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V, embed_factor: float = 1.0) -> DFlash:
-    config, weights = read_json(folder / "config.json"), read_weights(folder)
     own = HeadTarget(
         target,
         vocab_size,
@@ -44,7 +42,7 @@ def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V, 
         lambda rows: rows @ mx.array(OUTPUT).T,
         embed_factor,
     )
-    return build(config, weights, own, str(folder))
+    return build(HeadCheckpoint.read(folder, own))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -10,10 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.checkpoint import HeadTarget, read_weights
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.eagle3 import Eagle3, build
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
-from outrider.protocol.digest import read_json
 from outrider.protocol.errors import CannotDraft, ModelError
 from tests.drafters.eagle3_heads import LAYOUTS, MASK, OFFICIAL_TAPS, PARALLEL, TAPS, TARGET, H, NumpyHead, V, write
 from tests.drafters.pair_feeds import PairFeed, slots
@@ -26,7 +25,7 @@ def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V) 
     own = HeadTarget(
         target, vocab_size, 32768, lambda tokens: mx.array(EMBEDDING)[tokens], lambda rows: rows @ mx.array(OUTPUT).T
     )
-    return build(read_json(folder / "config.json"), read_weights(folder), own, str(folder))
+    return build(HeadCheckpoint.read(folder, own))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
