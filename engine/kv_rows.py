@@ -44,7 +44,8 @@ class NewRows:
 
     `start`: the first token's column; the others follow. `positions`: the absolute positions of all columns, [start +
     R]. `seen`: the columns that each token attends to, including its own, [R, start + R]. `parents`: the column of the
-    token before each token; `start` or more if it is one of these tokens.
+    token before each token; `start` or more if it is one of these tokens. `slots`: where each token's logits are, if a
+    head drafts in blocks (`drafters.heads`).
     """
 
     tokens: Sequence[int] | mx.array
@@ -52,6 +53,7 @@ class NewRows:
     positions: Ints
     seen: Bools
     parents: Sequence[int]
+    slots: Sequence[Any] = ()
 
     @property
     def end(self) -> int:

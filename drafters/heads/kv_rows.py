@@ -232,17 +232,9 @@ class BlockSlot:
         return self.block.position + self.index
 
 
-@dataclass(frozen=True, slots=True)
-class NewBlocks(NewRows):
-    """New tokens, and the slot after each: the first of a block that it opens, or the next in the block of the token
-    before.
-    """
-
-    slots: Sequence[BlockSlot] = ()
-
-    @property
-    def opened(self) -> list[DraftBlock]:
-        return [slot.block for slot in self.slots if slot.index == 0]
+def opened_blocks(new: NewRows) -> list[DraftBlock]:
+    """Returns the blocks that new tokens open: the first slot of each follows a token, others the slot before."""
+    return [slot.block for slot in new.slots if slot.index == 0]
 
 
 class SlotKVRows(FeatureKVRows):
@@ -279,7 +271,7 @@ class SlotKVRows(FeatureKVRows):
         row = 0
         for text, rows in zip(texts, new, strict=True):
             text._slots.update(enumerate(rows.slots, rows.start))
-            for block in rows.opened:
+            for block in opened_blocks(rows):
                 block.hidden, block.logits, block.row = hidden, logits, row
                 row += block.slots
         slots = [slot for rows in new for slot in rows.slots]
@@ -294,7 +286,7 @@ class MaskedKVRows(SlotKVRows, PairKVRows):
         """Implements `KVRows.forward`. A token that opens a block is the last of the committed text."""
         batch, nothing = PairBatch(), mx.zeros((0, 0))
         for text, rows in zip(texts, new, strict=True):
-            for row, slot in enumerate(rows.slots if isinstance(rows, NewBlocks) else ()):
+            for row, slot in enumerate(rows.slots):
                 if slot.index:
                     continue
                 text._add(batch, rows, range(row, row + 1))
@@ -361,7 +353,7 @@ class BlockKVRows(SlotKVRows):
     def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
         """Implements `KVRows.forward`: reads the features that have arrived, then opens all blocks."""
         _read_waiting_features(texts)
-        opened = [(text, rows.opened) for text, rows in zip(texts, new, strict=True) if isinstance(rows, NewBlocks)]
+        opened = [(text, opened_blocks(rows)) for text, rows in zip(texts, new, strict=True)]
         blocks = [(text.sequence.row, text.feature_positions, own) for text, own in opened if own]
         nothing = mx.zeros((0, 0))
         found = texts[0].kv_cache.open_blocks(blocks) if blocks else (nothing, nothing)
