@@ -10,10 +10,11 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.layers import MLPS, DraftVocabulary, LayerSizes
@@ -26,6 +27,7 @@ from outrider.protocol.heads import head_kind, text_config
 
 Weights = dict[str, mx.array]
 Layer = Callable[[mx.array], mx.array]
+Sizes = TypeVar("Sizes", bound=LayerSizes)
 _FINGERPRINT_PATTERN = re.compile("[0-9a-f]+-[0-9a-f]*")
 # Copies of the target's tensors, and what the reference implementations do not use either.
 _UNUSED = r"((verifier_)?lm_head|verifier_norm|embed_tokens|emb_norm)\.weight|d2t|t2d|(.+\.)?rotary_emb\.inv_freq"
@@ -131,29 +133,26 @@ class HeadCheckpoint:
                 f"{self.name}: config.json has a value that can't be used ({error}); expected a head's sizes"
             ) from error
 
-    def layer_sizes(self, layer: Mapping[str, Any]) -> LayerSizes:
-        """Returns sizes from the layers' config, and switches from the weights present."""
-        hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
+    def sizes(self, kind: type[Sizes], layer: Mapping[str, Any], **computed: object) -> Sizes:
+        """Returns sizes and switches by the layers' config and by the weights present, and those that are `computed`.
+
+        Values that are null have their defaults. Positions count from the first feature, so the target's context is the
+        limit.
+        """
+        heads, limits = layer["num_attention_heads"], (self.target.config, layer)
         if (activation := layer.get("hidden_act", "silu")) not in MLPS:
             raise ValueError(f"hidden_act {activation!r}, not {' or '.join(MLPS)}")
-        rope, limit = {**layer, **flat_rope_fields(layer)}, self.target.config.get("max_position_embeddings")
-        return LayerSizes(
-            hidden_size=hidden,
-            intermediate_size=int(layer["intermediate_size"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(layer.get("num_key_value_heads") or heads),
-            head_dim=int(layer.get("head_dim") or hidden // heads),
-            rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta") or 10000.0),
-            rope_scaling=rope.get("rope_scaling"),
-            rotary_share=float(rope.get("partial_rotary_factor") or 1.0),
-            interleaved=layer.get("is_neox_style") is False,
-            # Positions count from the first feature, so the target's context is the limit.
-            context_length=int(limit or layer.get("max_position_embeddings") or 32768),
-            hidden_act=activation,
-            qk_norm="layers.0.self_attn.q_norm.weight" in self.weights,
-            biases="".join(name for name in "qkvo" if f"layers.0.self_attn.{name}_proj.bias" in self.weights),
-        )
+        found = {
+            **layer,
+            **flat_rope_fields(layer),
+            "num_key_value_heads": layer.get("num_key_value_heads") or heads,
+            "head_dim": layer.get("head_dim") or layer["hidden_size"] // heads,
+            "context_length": next(filter(None, (config.get("max_position_embeddings") for config in limits)), None),
+            "qk_norm": "layers.0.self_attn.q_norm.weight" in self.weights,
+            "biases": "".join(name for name in "qkvo" if f"layers.0.self_attn.{name}_proj.bias" in self.weights),
+            **computed,
+        }
+        return msgspec.convert({key: value for key, value in found.items() if value is not None}, kind, strict=False)
 
     def taps(self, lists: Sequence[tuple[Sequence[Any] | None, int]], default: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the tapped layers of the target, as outputs counted from 0.

@@ -9,7 +9,7 @@ layer below, so they are written once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -60,21 +60,22 @@ class DFlashConfig(LayerSizes):
 
     `from_anchor`: the last token's own row drafts the first token. `layers`: of each, its window (None: all), and
     whether it is causal: rows of a block see no later ones. `sees_prefixes`: trained with more than the first token of
-    a block known. `multiplier` scales vectors before the output layer, `softcap` limits the logits after it.
+    a block known. `output_multiplier` scales vectors before the output layer, `final_logit_softcapping` limits the
+    logits after it.
     """
 
     taps: tuple[int, ...]
     layers: tuple[tuple[int | None, bool], ...]
-    mask_token: int
+    mask_token_id: int
     depth: int
     from_anchor: bool = False
     sees_prefixes: bool = False
-    multiplier: float = 1.0
-    softcap: float = 0.0
-    markov: str = ""
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+    markov_head_type: str = ""
     markov_rank: int = 0
-    conv_taps: int = 0
-    conv_group: int = 16
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
     selector_rank: int = 0
 
 
@@ -89,9 +90,9 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
         self.self_attn = Attention(config, size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = MLPS[config.hidden_act](size, config.intermediate_size)
-        if config.conv_taps:
-            self.attention_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
-            self.mlp_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
+        if taps := config.conv_kernel_size:
+            self.attention_conv = BlockConvolution(size, taps, config.conv_group_size)
+            self.mlp_conv = BlockConvolution(size, taps, config.conv_group_size)
 
     def __call__(self, x: mx.array, block_positions: mx.array, cache: FlatCache) -> mx.array:
         mask = cache.make_mask(x.shape[1], window_size=self._window, causal=self._causal)
@@ -113,7 +114,7 @@ class DFlash(BlockHead):
         self._config, self._embed, self._output = config, embed, output
         self._vocabulary = vocabulary
         self.points, self.context_length = HiddenStatePoints(config.taps), config.context_length
-        self.depth, self.mask_token = config.depth, config.mask_token
+        self.depth, self.mask_token = config.depth, config.mask_token_id
         self.from_anchor, self.sees_prefixes = config.from_anchor, config.sees_prefixes
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
@@ -122,7 +123,7 @@ class DFlash(BlockHead):
         if vocabulary.ids is not None:
             self.lm_head = nn.Linear(size, vocabulary.draft_size, bias=False)
         if config.markov_rank:
-            self.markov_head = Markov(config.markov, config.markov_rank, size, vocabulary)
+            self.markov_head = Markov(config.markov_head_type, config.markov_rank, size, vocabulary)
         if config.selector_rank:
             self.candidate_selector = Selector(config.selector_rank, size, vocabulary.size)
 
@@ -147,11 +148,11 @@ class DFlash(BlockHead):
         return normed
 
     def logits(self, hidden: mx.array) -> mx.array:
-        config = self._config
+        factor, softcap = self._config.output_multiplier, self._config.final_logit_softcapping
         output = self.lm_head if "lm_head" in self else self._output
-        logits = output(hidden * config.multiplier if config.multiplier != 1 else hidden).astype(mx.float32)
-        if config.softcap:
-            logits = mx.tanh(logits / config.softcap) * config.softcap
+        logits = output(hidden * factor if factor != 1 else hidden).astype(mx.float32)
+        if softcap:
+            logits = mx.tanh(logits / softcap) * softcap
         return self._vocabulary.spread(logits)
 
 
@@ -189,21 +190,15 @@ def _parse_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
     kind = str(config.get("markov_head_type") or "vanilla").lower()
     if markov and kind not in ("vanilla", "gated", "rnn"):
         raise CannotDraft(f"{checkpoint.name} has a Markov head of type {kind!r}, which is not supported")
-    return DFlashConfig(
-        **asdict(checkpoint.layer_sizes(config)),
+    return checkpoint.sizes(
+        DFlashConfig,
+        config,
         taps=_parse_tapped_layers(checkpoint),
         layers=tuple(_parse_layers(config)),
-        mask_token=int(config["mask_token_id"]),
         depth=block if from_anchor else block - 1,
         from_anchor=from_anchor,
         sees_prefixes=config.get("loss_type") in _PREFIX_LOSS_TYPES,
-        multiplier=float(config.get("output_multiplier") or 1.0),
-        softcap=float(config.get("final_logit_softcapping") or 0.0),
-        markov=kind,
-        markov_rank=markov,
-        conv_taps=int(config.get("conv_kernel_size") or 0),
-        conv_group=int(config.get("conv_group_size") or 16),
-        selector_rank=int(config.get("selector_rank") or 0),
+        markov_head_type=kind,
     )
 
 
@@ -252,6 +247,6 @@ def _check_target(checkpoint: HeadCheckpoint, settings: DFlashConfig) -> None:
             f"{name} was trained for a target of {config['num_target_layers']} layers, but this one has {layers};"
             " expected a head for this target"
         )
-    checkpoint.check_mask_token(settings.mask_token)
+    checkpoint.check_mask_token(settings.mask_token_id)
     if settings.depth < 1:
         raise CannotDraft(f"{name} has blocks of {config.get('block_size')} tokens; expected at least 2")

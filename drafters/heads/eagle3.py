@@ -7,7 +7,7 @@ begins, and which norms there are. Weights have speculators' names.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -176,13 +176,13 @@ def _parse_config(checkpoint: HeadCheckpoint) -> tuple[Eagle3Config, int]:
     """Returns sizes by the config, switches by the config or the weights present, and the head's vocabulary size."""
     config = checkpoint.config
     layer = config.get("transformer_layer_config") or config
-    sizes = checkpoint.layer_sizes(layer)
     layers = max(1, len({key.split(".")[1] for key in checkpoint.weights if key.startswith("layers.")}))
     kinds = [*(layer.get("layer_types") or ()), *[""] * layers][:layers]
     nested = config.get("eagle_config") or {}
-    settings = Eagle3Config(
-        **asdict(sizes),
-        target_hidden_size=int(config.get("target_hidden_size") or sizes.hidden_size),
+    settings = checkpoint.sizes(
+        Eagle3Config,
+        layer,
+        target_hidden_size=config.get("target_hidden_size") or layer["hidden_size"],
         taps=_parse_tapped_layers(checkpoint),
         windows=tuple(int(layer["sliding_window"]) if kind == "sliding_attention" else None for kind in kinds),
         norm_before_residual=bool(config.get("norm_before_residual", False)),

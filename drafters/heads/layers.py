@@ -22,7 +22,8 @@ MLPS = {"silu": qwen3.MLP, "gelu_pytorch_tanh": gemma3_text.MLP}
 class LayerSizes:
     """Sizes and switches of a head's transformer layers, by the names of Llama's and Qwen3's configs.
 
-    `rotary_share`: the part of the channels that the rope rotates; `interleaved`: neighbours. `biases`: of "qkvo".
+    `partial_rotary_factor`: the part of the channels that the rope rotates; `is_neox_style`: by halves, not neighbours.
+    `biases`: of "qkvo".
     """
 
     hidden_size: int
@@ -33,9 +34,9 @@ class LayerSizes:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
-    rotary_share: float = 1.0
-    interleaved: bool = False
-    context_length: int = 2048
+    partial_rotary_factor: float = 1.0
+    is_neox_style: bool = True
+    context_length: int = 32768
     hidden_act: str = "silu"
     qk_norm: bool = False
     biases: str = ""
@@ -55,10 +56,8 @@ class Attention(nn.Module):  # type: ignore[misc]
         if sizes.qk_norm:
             self.q_norm = nn.RMSNorm(self._dim, eps=sizes.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self._dim, eps=sizes.rms_norm_eps)
-        rotated = int(self._dim * sizes.rotary_share)
-        self.rope = initialize_rope(
-            rotated, sizes.rope_theta, sizes.interleaved, sizes.rope_scaling, sizes.context_length
-        )
+        rotated, interleaved = int(self._dim * sizes.partial_rotary_factor), not sizes.is_neox_style
+        self.rope = initialize_rope(rotated, sizes.rope_theta, interleaved, sizes.rope_scaling, sizes.context_length)
 
     def __call__(self, x: mx.array, mask: Any, cache: FlatCache) -> mx.array:
         queries = self.rope(self._by_head(self.q_proj(x), self.n_heads, "q_norm"), offset=cache.offset)

@@ -161,7 +161,7 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
             TARGET,
             "has mask token 300, but this target has 258 tokens",
         ),
-        ("z-lab", {"dflash_config": {}}, TARGET, "config.json lacks 'mask_token_id'"),
+        ("z-lab", {"dflash_config": {}}, TARGET, "missing required field `mask_token_id`"),
         ("z-lab", {"block_size": "wide"}, TARGET, r"a value that can't be used \(invalid literal .*'wide'\)"),
         ("z-lab", {"dflash_config": "wide"}, TARGET, "a value that can't be used"),
         ("z-lab", {"rope_scaling": "wide"}, TARGET, "a value that can't be used"),
