@@ -304,12 +304,9 @@ def _attention(
 def _mlp(b: Builder, x: str, mlp: nn.Module, number: int, gelu: bool) -> str:
     """Adds the MLP of normed x [T, H], gated by SiLU, or by GELU."""
     up = b.linear(x, [mlp.gate_up_proj] if "gate_up_proj" in mlp else [mlp.gate_proj, mlp.up_proj])
-    b.op("Split", up, outputs=[f"gate_{number}", f"up_{number}"], axis=-1, num_outputs=2)
-    if gelu:
-        gate = b.op("Gelu", f"gate_{number}", approximate="tanh")
-    else:
-        gate = b.op("QuickGelu", f"gate_{number}", alpha=1.0)
-    return b.linear(b.op("Mul", gate, f"up_{number}"), [mlp.down_proj])
+    gate = b.op("Split", up, outputs=[f"gate_{number}", f"up_{number}"], axis=-1, num_outputs=2)
+    activated = b.op("Gelu", gate, approximate="tanh") if gelu else b.op("QuickGelu", gate, alpha=1.0)
+    return b.linear(b.op("Mul", activated, f"up_{number}"), [mlp.down_proj])
 
 
 def _proto(b: Builder, layout: Layout, features: bool) -> bytes:
