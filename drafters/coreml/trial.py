@@ -52,7 +52,7 @@ from outrider.drafters.coreml.runtimes import (
     open_runtime,
     os_build,
 )
-from outrider.engine.kv_rows import DenseKVRows, KVRows
+from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.load_checks import open_kv_rows
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.digest import cache_folder, replace_file
@@ -318,24 +318,17 @@ def measure_prompts(model: LoadedModel, package: Package, units: str) -> PromptT
     vocabulary = package.layout.architecture.vocab_size
     lengths = [length for length in PROMPT_LENGTHS if length <= package.layout.context]
 
-    def read(kv_rows: KVRows, tokens: list[int]) -> None:
-        done = 0
+    def read(tokens: list[int], by: PackageReader | None) -> None:
+        kv_rows, done = open_kv_rows(model, by), 0
         while done < len(tokens):
             done += kv_rows.prefill(tokens[done:], done)
-
-    def by_mlx(tokens: list[int]) -> None:
-        read(open_kv_rows(model), tokens)
-
-    def by_package(tokens: list[int]) -> None:
-        kv_rows = open_kv_rows(model, reader)
-        read(kv_rows, tokens)
-        if not isinstance(kv_rows, DenseKVRows) or kv_rows.read != len(tokens):
+        if by is not None and (not isinstance(kv_rows, DenseKVRows) or kv_rows.read != len(tokens)):
             raise OutriderError("the package did not read the prompt")
 
     prompts = [[(7 * i + 3) % vocabulary for i in range(length)] for length in lengths]
     mlx_ms, package_ms = (
-        [round(median_ms(partial(read_by, tokens), _PROMPT_REPEATS, 1), 3) for tokens in prompts]
-        for read_by in (by_mlx, by_package)
+        [round(median_ms(partial(read, tokens, by), _PROMPT_REPEATS, 1), 3) for tokens in prompts]
+        for by in (None, reader)
     )
     return PromptTimes(units, mlx_and_device(), lengths, mlx_ms, package_ms)
 
