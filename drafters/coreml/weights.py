@@ -198,7 +198,7 @@ class Checkpoint:
         rope, width = self._model.model.layers[0].self_attn.rope, self.architecture.head_dim
         try:
             check_rope(rope, width)
-        except TypeError as error:
+        except ModelError as error:
             raise ModelError(
                 "this model's rope does not rotate the two halves of a head (a traditional or partial rope); "
                 "the coreml graph does (use --draft-backend mlx for this one)"

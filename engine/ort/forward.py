@@ -113,8 +113,11 @@ class OrtForward:
 
     def __init__(self, decoder: DecoderLayers, cached: CachedGraph | None = None, per_token: bool = False) -> None:
         """Opens the sessions. `per_token`: see `graph.build`. Raises ModelError if these modules can't be computed."""
-        layout = Layout.of(decoder)
-        self._sessions = Sessions.open(partial(_build, decoder, layout, per_token), cached)
+        try:
+            layout = Layout.of(decoder)
+            self._sessions = Sessions.open(partial(_build, decoder, layout, per_token), cached)
+        except (AttributeError, TypeError, KeyError, ValueError) as error:  # its modules have another structure
+            raise ModelError(f"ONNX Runtime can't compute this model: {error}") from error
         self._core_choice = CoreChoice()
         self._layout, self.shapes, self.kv_dtype = layout, layout.shapes, layout.kv_dtype
         self.quantised, self.width = layout.quantised, layout.width

@@ -17,16 +17,8 @@ import mlx.nn as nn
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
-from outrider.engine.ort.layers import (
-    Array,
-    DecoderLayers,
-    LayerShape,
-    Layout,
-    as_model_error,
-    dequantise,
-    levels,
-    to_numpy,
-)
+from outrider.engine.ort.layers import Array, DecoderLayers, LayerShape, Layout, dequantise, levels, to_numpy
+from outrider.protocol.errors import ModelError
 
 _MICROSOFT_DOMAIN = "com.microsoft"
 _MICROSOFT_OPS = (
@@ -82,7 +74,7 @@ class Affine:
     @classmethod
     def of(cls, layer: nn.Module) -> Affine:
         if getattr(layer, "mode", "affine") != "affine":
-            raise TypeError(f"weights of {layer.bits} bits ({layer.mode}) are not supported")
+            raise ModelError(f"weights of {layer.bits} bits ({layer.mode}) are not supported")
         q, bits = levels(layer)
         parts = max(1, int(layer.group_size) // _GROUP_SIZE)
         return cls(q, np.repeat(to_numpy(layer.scales), parts, 1), np.repeat(to_numpy(layer.biases), parts, 1), bits)
@@ -163,7 +155,7 @@ class Builder:
             else:
                 product = self.op("MatMul", x, self.weight(dense.T))
         else:
-            raise TypeError(f"layers of kind {type(first).__name__} are not supported")
+            raise ModelError(f"layers of kind {type(first).__name__} are not supported")
         if "bias" not in first:
             return product
         return self.op("Add", product, self.weight(np.concatenate([to_numpy(layer.bias) for layer in layers])))
@@ -239,7 +231,6 @@ class Builder:
         return self.op("BranchwiseRMSNorm", x, self.weight(weight), num_branches=heads, epsilon=eps)
 
 
-@as_model_error()
 def build(decoder: DecoderLayers, layout: Layout, exact: bool = False, per_token: bool = False) -> Graph:
     """Builds the graph of modules from their weights, which are rounded in groups, or else `per_token`.
 
@@ -359,7 +350,7 @@ def _norm_parameters(layer: nn.Module) -> tuple[Array, float]:
     for factors in (weight, 1 + weight):
         if np.allclose(ones, factors, rtol=1e-2, atol=1e-3):
             return factors, eps
-    raise TypeError(f"{type(layer).__name__} is not a supported RMS norm")
+    raise ModelError(f"{type(layer).__name__} is not a supported RMS norm")
 
 
 def _rotate(rows: Array, block: int) -> Array:
