@@ -29,14 +29,7 @@ from outrider.engine.loading import LoadedModel, cache_per_model
 from outrider.engine.ort.check import deviations, feed_in_pieces
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
-from outrider.protocol.errors import (
-    CannotDraft,
-    ModelError,
-    ModelFault,
-    OutriderError,
-    first_line,
-    wrap_model_errors,
-)
+from outrider.protocol.errors import CannotDraft, ModelError, ModelFault, OutriderError, first_line, wrap_model_errors
 from outrider.protocol.messages import Abilities
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost

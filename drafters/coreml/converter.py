@@ -23,16 +23,7 @@ from outrider import __version__
 from outrider.drafters.coreml import package
 from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, Options, PackageFunction, PackageLayout
 from outrider.drafters.coreml.package import Manifest, import_coremltools
-from outrider.drafters.coreml.weights import (
-    EMBEDDING,
-    GROUP_SIZE,
-    HEAD,
-    NORM,
-    Checkpoint,
-    DenseMatrix,
-    Weights,
-    to_mlx,
-)
+from outrider.drafters.coreml.weights import EMBEDDING, GROUP_SIZE, HEAD, NORM, Checkpoint, DenseMatrix, Weights, to_mlx
 from outrider.protocol.digest import file_hash, model_digest, read_json
 from outrider.protocol.errors import InvalidRequest, ModelError
 

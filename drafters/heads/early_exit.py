@@ -21,13 +21,7 @@ from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.kv_rows import LazyBool, are_finite
 from outrider.drafters.heads.trees import HeadTree
 from outrider.engine.flat import FlatSequence
-from outrider.engine.hidden_states import (
-    FirstLayers,
-    HiddenStatePoints,
-    HiddenStates,
-    find_backbone,
-    find_final_norm,
-)
+from outrider.engine.hidden_states import FirstLayers, HiddenStatePoints, HiddenStates, find_backbone, find_final_norm
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache
 from outrider.engine.kv_rows import KVRows, NewRows
 from outrider.engine.load_checks import open_kv_cache
