@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.drafters.coreml import runtimes
 from outrider.drafters.coreml.drafter import CoreMLKVRows, PackageHost, PackageReader
 from outrider.drafters.coreml.layout import (
     TRIAL_PROMPT_TOKENS,
@@ -43,15 +44,7 @@ from outrider.drafters.coreml.layout import (
     trial_text,
 )
 from outrider.drafters.coreml.package import Package, open_package
-from outrider.drafters.coreml.runtimes import (
-    COMPUTE_UNITS,
-    DeviceUnavailable,
-    RuntimeFault,
-    engine_share,
-    has_neural_engine,
-    open_runtime,
-    os_build,
-)
+from outrider.drafters.coreml.runtimes import DeviceUnavailable, RuntimeFault, os_build
 from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.load_checks import open_kv_rows
 from outrider.engine.loading import LoadedModel, load
@@ -244,10 +237,10 @@ def measure_package(package: Package, units: str, predictions: int) -> Trial:
         DeviceUnavailable: this machine has no such unit.
         OutriderError: the device refused the package or returned no finite numbers.
     """
-    if units == "CPU_AND_NE" and not has_neural_engine():  # without a Neural Engine, the unit would be the CPU
+    if units == "CPU_AND_NE" and not runtimes.has_neural_engine():  # without a Neural Engine, the unit would be the CPU
         raise DeviceUnavailable("Core ML can't use a Neural Engine on this machine")
     started = time.monotonic()
-    runtime = open_runtime(package, units)
+    runtime = runtimes.open_runtime(package, units)
     loaded = time.monotonic()
     host = PackageHost(package, runtime)
     actual, expected = _compute_logits(host), package.expected
@@ -259,7 +252,7 @@ def measure_package(package: Package, units: str, predictions: int) -> Trial:
         agreement=agreement(actual, expected),
         distance=float(mx.abs(actual_probs - expected_probs).sum(axis=-1).mean() / 2),
         ms=_time_functions(host, predictions),
-        engine_share=engine_share(package, units),
+        engine_share=runtimes.engine_share(package, units),
     )
 
 
@@ -314,7 +307,7 @@ def measure_prompts(model: LoadedModel, package: Package, units: str) -> PromptT
     Raises:
         OutriderError: the package can't be run, or its model can't draft.
     """
-    reader = PackageReader(package, open_runtime(package, units, [package.layout.prefill.name]), min_tokens=1)
+    reader = PackageReader(package, runtimes.open_runtime(package, units, [package.layout.prefill.name]), min_tokens=1)
     vocabulary = package.layout.architecture.vocab_size
     lengths = [length for length in PROMPT_LENGTHS if length <= package.layout.context]
 
@@ -336,7 +329,7 @@ def measure_prompts(model: LoadedModel, package: Package, units: str) -> PromptT
 def main() -> int:
     parser = argparse.ArgumentParser(prog=_PROGRAM[-1], description=__doc__)
     parser.add_argument("--package", type=Path, required=True)
-    parser.add_argument("--units", choices=COMPUTE_UNITS, required=True)
+    parser.add_argument("--units", choices=runtimes.COMPUTE_UNITS, required=True)
     parser.add_argument("--predictions", type=int, default=DEFAULT_PREDICTIONS)
     parser.add_argument("--model", type=Path, help="time the reading of prompts, by the package and by this model")
     parser.add_argument("--result", type=Path, required=True)
