@@ -118,9 +118,8 @@ class HeadCheckpoint:
         missing, or has a type or a value that can't be used."""
         try:
             # The config.json of SafeAI's heads is that of a Llama.
-            if head_kind(self.config) != kind and not (
-                kind == "eagle3" and "midlayer.hidden_norm.weight" in self.weights
-            ):
+            is_official = kind == "eagle3" and "midlayer.hidden_norm.weight" in self.weights
+            if head_kind(self.config) != kind and not is_official:
                 raise CannotDraft(
                     f"{self.name} is not a head of kind {kind}: its config.json has another architecture or type"
                 )
@@ -189,21 +188,17 @@ class HeadCheckpoint:
     def vocabulary(self, count: int) -> DraftVocabulary:
         """Returns the vocabulary of `count` tokens, by the tensor `d2t`, the offset of each id. Raises CannotDraft if
         it is for another target."""
-        d2t, size = self.weights.get("d2t"), self.target.vocab_size
+        d2t, size, name = self.weights.get("d2t"), self.target.vocab_size, self.name
         if d2t is None or (count == size and not d2t.any().item()):
             if count > size:
-                raise CannotDraft(
-                    f"{self.name} has {count} tokens and this target {size}; expected a head for this target"
-                )
+                raise CannotDraft(f"{name} has {count} tokens and this target {size}; expected a head for this target")
             return DraftVocabulary(size) if count == size else DraftVocabulary.of(size, mx.arange(count))
         if d2t.shape != (count,):
-            raise CannotDraft(
-                f"{self.name} maps {d2t.shape} tokens and its config says {count}; download the head again"
-            )
+            raise CannotDraft(f"{name} maps {d2t.shape} tokens and its config says {count}; download the head again")
         ids = mx.arange(count) + d2t.astype(mx.int32)
         listed = cast("list[int]", ids.tolist())
         if min(listed) < 0 or max(listed) >= size:
-            raise CannotDraft(f"{self.name} has tokens beyond this target's {size}; expected a head for its vocabulary")
+            raise CannotDraft(f"{name} has tokens beyond this target's {size}; expected a head for its vocabulary")
         return DraftVocabulary.of(size, ids)
 
     def load_into(self, head: nn.Module, exact: Container[str] = ()) -> None:
