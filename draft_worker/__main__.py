@@ -47,10 +47,10 @@ def worker_of(options: argparse.Namespace, incarnation: int, drafter: Drafter, l
         parameters=drafter.parameters,
         weight_bytes=drafter.weight_bytes,
         note=drafter.note,
-        abilities=Abilities(left_out=getattr(drafter, "left_out", ())),
+        abilities=Abilities(left_out=drafter.left_out),
         kv=drafter.prompt_cache.cost,
         vocabulary=options.vocabulary,
-        features=getattr(drafter, "features", ""),
+        features=drafter.features,
     )
     memory = PeakMemory() if drafter.backend != "coreml" else None
     folder = Path(options.target or options.model)

@@ -1,5 +1,5 @@
-"""The interface of drafters, which propose tokens. To add one, implement `Drafter` and `TokenTree` in a new file, and
-add a case to `make_drafter` and its name to `protocol.heads.DRAFTER_BACKENDS`.
+"""The interface of drafters, which propose tokens. To add one, extend `Drafter` and implement `TokenTree` in a new
+file, and add a case to `make_drafter` and its name to `protocol.heads.DRAFTER_BACKENDS`.
 
 A drafter knows tokens and nodes; it knows nothing of sockets, rounds or the outcomes to prepare.
 """
@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from outrider.engine.kv_cache import check_prompt
 from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.residual import Draws
+from outrider.engine.sampling import Sampler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.heads import DRAFTER_BACKENDS, WORKER_HEADS
@@ -109,12 +112,12 @@ class TokenTree(Protocol):
         """Frees its memory. A prompt cache may keep its rows. `discard`: it must not, after a failure."""
 
 
-class Drafter(Protocol):
-    """Proposes tokens; opens one tree for each request.
+class Drafter:
+    """Proposes tokens; opens one tree for each request, which `make_tree` makes.
 
     `prompt_cache` holds prefixes of texts that have ended; it is empty if the drafter reads every text in full. `note`
-    tells users how it runs, and is usually empty; one that runs in another's place also has it in `left_out`. A drafter
-    whose trees read the target's features also has `features`, the name of their source, as the target must have it.
+    tells users how it runs, and is usually empty; one that runs in another's place also has it in `left_out`.
+    `features`: the source of the target's features, as the target must have it, if its trees read them.
     """
 
     backend: str
@@ -123,7 +126,9 @@ class Drafter(Protocol):
     parameters: int
     weight_bytes: int
     prompt_cache: PromptCache
-    note: str
+    note = ""
+    left_out: tuple[str, ...] = ()
+    features = ""
 
     def open(
         self,
@@ -138,7 +143,20 @@ class Drafter(Protocol):
         Tokens that `constraint` excludes score -inf; a drafter without scores may ignore it, because the target does
         not. For residual sampling the tree draws if the drafter can; Saguaro's factor then lowers the weight of
         `cached` continuations of a node. A drafter that can't draw proposes its best tokens.
+
+        Raises:
+            InvalidRequest: a token is not in the vocabulary.
         """
+        check_prompt(tokens, self.vocab_size)
+        return self.make_tree(self.sampler(sampling, constraint), Draws.of(sampling, cached))
+
+    def sampler(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Sampler:
+        """Returns the sampler of a text's drafts."""
+        return Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
+
+    def make_tree(self, sampler: Sampler, draws: Draws | None) -> TokenTree:
+        """Returns an empty tree with these scores, which draws its continuations if there are `draws` and it can."""
+        raise NotImplementedError
 
 
 class DrafterFault(OutriderError):

@@ -24,7 +24,6 @@ from outrider.protocol.schema import MAX_ALTERNATIVES
 from outrider.protocol.trees import (
     ROOT,
     Candidate,
-    DraftTree,
     SparseQ,
     TreeFeed,
     chain_parents,
@@ -59,10 +58,6 @@ class Continuation:
     q: SparseQ | None = None
     parents: tuple[int, ...] = ()
     odds: tuple[float, ...] = ()
-
-    @property
-    def tree(self) -> DraftTree:
-        return DraftTree(self.chain, self.parents)
 
     @property
     def line(self) -> tuple[int, ...]:

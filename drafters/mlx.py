@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from outrider.drafters.drafter import TokenTree
-from outrider.engine.kv_cache import check_prompt
-from outrider.engine.kv_rows import PromptReader
+from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.engine.load_checks import measure_tree_cost, open_kv_rows
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
-from outrider.grammar.constraint import Constraint
-from outrider.protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.drafters.coreml.drafter import PackageReader
 
 
-class MlxDrafter:
+class MlxDrafter(Drafter):
     """A `Drafter` over a model in this process; the engine chooses a tree that the model's caches allow."""
 
     backend = "mlx"
 
-    def __init__(self, model: LoadedModel, reader: PromptReader | str = "") -> None:
+    def __init__(self, model: LoadedModel, reader: PackageReader | str = "") -> None:
         self.model = model
         self._reader = None if isinstance(reader, str) else reader
         self.note = reader if isinstance(reader, str) else reader.note
@@ -34,7 +34,7 @@ class MlxDrafter:
         self.prompt_cache = PromptCache(measure_tree_cost(model))
 
     @classmethod
-    def load(cls, path: str, progress: Callable[[str], None], reader: PromptReader | str = "") -> MlxDrafter:
+    def load(cls, path: str, progress: Callable[[str], None], reader: PackageReader | str = "") -> MlxDrafter:
         """Loads the model and checks that branches reproduce its logits.
 
         Args:
@@ -45,14 +45,5 @@ class MlxDrafter:
         """
         return cls(load(path, progress=progress), reader)
 
-    def open(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        constraint: Constraint | None = None,
-        cached: int = 1,
-    ) -> TokenTree:
-        check_prompt(tokens, self.vocab_size)
-        sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
-        kv_rows, draws = open_kv_rows(self.model, self._reader), Draws.of(sampling, cached)
-        return Tree(kv_rows, sampler, self.context_length, draws, self.prompt_cache)
+    def make_tree(self, sampler: Sampler, draws: Draws | None) -> TokenTree:
+        return Tree(open_kv_rows(self.model, self._reader), sampler, self.context_length, draws, self.prompt_cache)

@@ -24,16 +24,7 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
-from outrider.engine.cache import (
-    BUFFER_STEP_COLUMNS,
-    MAX_EARLY_COLUMNS,
-    RollbackError,
-    ensure_capacity,
-    flatten_caches,
-    is_attention,
-    replace_caches,
-    window_of,
-)
+from outrider.engine.cache import RollbackError, flatten_caches, is_attention, replace_caches, window_of
 from outrider.engine.memory import release_pages
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.trees import node_depths
@@ -41,6 +32,8 @@ from outrider.protocol.trees import node_depths
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
+_STEP_COLUMNS = 256  # a buffer has a multiple of this many columns
+_MAX_EARLY_COLUMNS = 128  # layers grow their buffers up to this many columns early, each by a different number
 _PATCHED_FUNCTION = "scaled_dot_product_attention"
 
 LayerKVs = tuple[tuple[mx.array, mx.array], ...]
@@ -215,6 +208,23 @@ class FlatAttentionMetadata:
 _view_numbers = itertools.count(1)
 
 
+def ensure_capacity(buffer: mx.array | None, rows: int, columns: int, like: mx.array, early: int = 0) -> mx.array:
+    """Returns `buffer`, or a copy of it, larger than is needed now, if it has too few rows or columns.
+
+    It is copied `early` columns before it must be; with a different `early` for each layer no forward copies all.
+    """
+    had_rows, had_columns = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
+    columns += early if buffer is not None else 0
+    if rows <= had_rows and columns <= had_columns and buffer is not None:
+        return buffer
+    rows = had_rows if rows <= had_rows else max(rows, had_rows + had_rows // 2)
+    columns = had_columns if columns <= had_columns else -(-(columns + columns // 8) // _STEP_COLUMNS) * _STEP_COLUMNS
+    grown = mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype if buffer is None else buffer.dtype)
+    if buffer is not None:
+        grown[:had_rows, :, :had_columns] = buffer
+    return grown
+
+
 class FlatCache:
     """One attention layer's buffers [rows, H, columns, D], written in place, which grow; replaces a `KVCache`."""
 
@@ -311,7 +321,7 @@ class FlatCache:
 
     def shorten(self, columns: int) -> None:
         """Frees columns that no text uses, if they are more than half, unless numpy views are in use."""
-        kept = columns + BUFFER_STEP_COLUMNS
+        kept = columns + _STEP_COLUMNS
         keys, values = self.keys, self.values
         if self._host is None and keys is not None and values is not None and keys.shape[2] > 2 * kept:
             self.keys, self.values = mx.contiguous(keys[:, :, :kept]), mx.contiguous(values[:, :, :kept])
@@ -426,7 +436,7 @@ class FlatRows:
         self._frame = FlatAttentionMetadata()
         made = make_prompt_cache(model)
         self._caches = [
-            replace_caches(cache, partial(self._replacement_for, MAX_EARLY_COLUMNS * number // len(made)))
+            replace_caches(cache, partial(self._replacement_for, _MAX_EARLY_COLUMNS * number // len(made)))
             for number, cache in enumerate(made)
         ]
         leaves = [leaf for cache in self._caches for leaf in flatten_caches(cache)]

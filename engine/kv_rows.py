@@ -7,11 +7,11 @@ and its position are those of its `NodeSegment`. Knows columns and positions; kn
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize
 
 import mlx.core as mx
@@ -44,7 +44,8 @@ class NewRows:
 
     `start`: the first token's column; the others follow. `positions`: the absolute positions of all columns, [start +
     R]. `seen`: the columns that each token attends to, including its own, [R, start + R]. `parents`: the column of the
-    token before each token; `start` or more if it is one of these tokens.
+    token before each token; `start` or more if it is one of these tokens. `slots`: where each token's logits are, if a
+    head drafts in blocks (`drafters.heads`).
     """
 
     tokens: Sequence[int] | mx.array
@@ -52,6 +53,7 @@ class NewRows:
     positions: Ints
     seen: Bools
     parents: Sequence[int]
+    slots: Sequence[Any] = ()
 
     @property
     def end(self) -> int:
@@ -113,16 +115,9 @@ class ReadingFault(OutriderError):
     """A reader can't continue; the model reads the rest itself."""
 
 
-class PromptReader(Protocol):
-    """Reads prompts instead of a model, by the same weights. `note`: says so."""
-
-    note: str
-
-    def readable(self, count: int) -> int:
-        """Returns how many of a prompt's first `count` tokens it reads; 0: the model is faster."""
-
-    def read(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
-        """Yields keys (rotated) and values of tokens from position 0 on, in pieces. Raises ReadingFault if it fails."""
+PromptReader = Callable[[Sequence[int]], Iterator[LayerKVs]]
+"""Reads prompts instead of a model, by the same weights. Yields keys (rotated) and values of a prompt's first tokens in
+pieces: none if the model is faster. Raises ReadingFault if it fails."""
 
 
 @cache_per_model
@@ -152,9 +147,7 @@ class DenseKVRows(KVRows):
 
     def prefill(self, tokens: Sequence[int], start: int = 0) -> int:
         if self.reader is not None and start == 0:
-            wanted = self.reader.readable(len(tokens))
-            log.debug("the package reads %d of the prompt's %d tokens", wanted, len(tokens))
-            self._pieces = self.reader.read(tokens[:wanted]) if wanted else iter(())
+            self._pieces = self.reader(tokens)
         try:
             piece = next(self._pieces, None)
         except ReadingFault as error:
@@ -226,14 +219,6 @@ class JointKVRows(DenseKVRows):
         return texts[0].rows.run([own.tokens for own in new], segments)
 
 
-@dataclass(frozen=True, slots=True)
-class _ColumnState:
-    """The recurrent state after a column: one row of a forward's states."""
-
-    states: States
-    row: int
-
-
 class _BatchCache(FlatCache):
     """A row of columns that all rows of a batch, of one token each, write and read."""
 
@@ -288,14 +273,14 @@ class RecurrentKVRows(DenseKVRows):
     def __init__(self, model: LoadedModel) -> None:
         """Raises ModelError if the model has a kind of cache that can be neither masked nor kept by reference."""
         super().__init__(model, _BatchRows(model))  # its own, because a forward puts its tree's state into the caches
-        self._column_states: dict[int, _ColumnState] = {}
+        self._column_states: dict[int, tuple[States, int]] = {}  # after each: the states of a forward, and its row
 
     def prefill(self, tokens: Sequence[int], start: int = 0) -> int:
         if not tokens:
             return 0
         self._put_states([start - 1])
         count = super().prefill(tokens, start)
-        self._column_states = {start + count - 1: _ColumnState(self._states(), 0)}
+        self._column_states = {start + count - 1: (self._states(), 0)}
         return count
 
     def _forward_one(self, new: NewRows) -> mx.array:
@@ -309,7 +294,7 @@ class RecurrentKVRows(DenseKVRows):
             own = positions[: last + 1], seen[rows, : last + 1]
             logits.append(self.rows.batch(tokens[first : rows[-1] + 1], self.sequence.row, start + first, *own))
             states = self._states()
-            self._column_states.update({start + row: _ColumnState(states, i) for i, row in enumerate(rows)})
+            self._column_states.update({start + row: (states, i) for i, row in enumerate(rows)})
             order += rows
         if len(logits) == 1:
             return logits[0]
@@ -322,14 +307,14 @@ class RecurrentKVRows(DenseKVRows):
         self._column_states = {new: self._column_states[old] for new, old in kept if old in self._column_states}
 
     def save(self, count: int) -> SavedPrefix:
-        after = self._column_states[count - 1]
-        states = tuple(tuple(a[after.row : after.row + 1] for a in own) for own in after.states)
+        forward, row = self._column_states[count - 1]
+        states = tuple(tuple(a[row : row + 1] for a in own) for own in forward)
         mx.eval(states)
         return replace(super().save(count), states=states)
 
     def restore(self, start: CachedPrefix) -> None:
         super().restore(start)
-        self._column_states = {start.length - 1: _ColumnState(start.saved.states, 0)}
+        self._column_states = {start.length - 1: (start.saved.states, 0)}
 
     def _states(self) -> States:
         return tuple(tuple(cache.cache) for cache in self.rows.recurrent)
@@ -343,7 +328,7 @@ class RecurrentKVRows(DenseKVRows):
         sources = [self._column_states[parent] for parent in parents]
         for layer, cache in enumerate(self.rows.recurrent):
             for i in range(len(cache.cache)):
-                cache.cache[i] = gather_rows([(source.states[layer][i], source.row) for source in sources])
+                cache.cache[i] = gather_rows([(states[layer][i], row) for states, row in sources])
 
 
 def gather_rows(rows: Sequence[Row], dtype: mx.Dtype = mx.float32) -> Array:

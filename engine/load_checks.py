@@ -29,14 +29,7 @@ from outrider.engine.loading import LoadedModel, cache_per_model
 from outrider.engine.ort.check import deviations, feed_in_pieces
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
-from outrider.protocol.errors import (
-    CannotDraft,
-    ModelError,
-    ModelFault,
-    OutriderError,
-    first_line,
-    wrap_model_errors,
-)
+from outrider.protocol.errors import CannotDraft, ModelError, ModelFault, OutriderError, first_line, wrap_model_errors
 from outrider.protocol.messages import Abilities
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
@@ -199,15 +192,17 @@ def _make_final_tokens(model: LoadedModel) -> list[int]:
     return [(6007 * i + 5) % model.vocab_size for i in range(_FINAL_TOKENS)]
 
 
-def tree_logits_match(
-    model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], prompt: int = _TREE_PROMPT_TOKENS
-) -> bool:
-    """Returns whether trees have the model's own logits up to rounding, alone and, after a commit, in shared forwards.
+def tree_logits_match(model: LoadedModel, form: TreeForm, prompt: int = _TREE_PROMPT_TOKENS) -> bool:
+    """Returns whether greedy trees of this form have the model's own logits up to rounding, alone and, after a commit,
+    in shared forwards.
 
     `prompt`: the number of tokens that the shorter tree is opened with.
     """
     texts = [_make_tokens(model, prompt + 5 * number, number) for number in range(2)]
-    trees, agrees = [open_tree(text) for text in texts], True
+    sampler, agrees = Sampler(SamplingParams(), model.vocab_size, normalised=False), True
+    trees = [Tree(form(model), sampler, model.context_length) for _ in texts]
+    for tree, text in zip(trees, texts, strict=True):
+        tree.read_all(text)
     drafted = iter(_make_tokens(model, 4 * _TREE_BRANCHES * _TREE_DEPTH, 2))
     for together in (False, True):
         branches = [[[tree.root]] * (_TREE_BRANCHES - number) for number, tree in enumerate(trees)]
@@ -364,14 +359,7 @@ def find_tree_form(model: LoadedModel) -> TreeForm:
 
 def _find_tree_fault(model: LoadedModel, what: str, form: TreeForm) -> str:
     """Returns why trees of this form fail, or ""."""
-    return find_fault(model, what, lambda: tree_logits_match(model, partial(open_unchecked_tree, model, form)))
-
-
-def open_unchecked_tree(model: LoadedModel, form: TreeForm, tokens: Sequence[int]) -> Tree:
-    """Opens a greedy tree of this form that has read `tokens`, whether or not it passes the checks."""
-    tree = Tree(form(model), Sampler(SamplingParams(), model.vocab_size, normalised=False), model.context_length)
-    tree.read_all(tokens)
-    return tree
+    return find_fault(model, what, partial(tree_logits_match, model, form))
 
 
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:

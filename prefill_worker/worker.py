@@ -168,8 +168,7 @@ class CoreMLReader:
         """The same as `MlxReader.read`."""
         tokens: list[int] = task.tokens.tolist()
         total, done = len(tokens) - 1, 0
-        taken = self._package.readable(total)
-        for read in self._package.read(tokens[:taken]):
+        for read in self._package(tokens[:-1]):
             first, end = max(task.start, done), done + read[0][0].shape[2]
             pieces, skip = [], first - done
             if first < end:
@@ -179,5 +178,5 @@ class CoreMLReader:
             done = end
         if done < total:
             raise ReadingFault(
-                f"the package reads {taken} tokens of a prompt; the target reads the other {total - done}"
+                f"the package reads {done} tokens of a prompt; the target reads the other {total - done}"
             )

@@ -19,7 +19,6 @@ from outrider.drafters.growth import BranchTask, Continuation, without_forwards
 from outrider.drafters.heads import load as heads
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.early_exit import ExitDraft, ExitDrafter
-from outrider.drafters.heads.head import BlockHead, MaskedHead
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDraft, NgramDrafter
 from outrider.drafters.work_ahead import DraftTurn, WorkAhead, check_in_vocabulary, run_together, start_drafting
@@ -264,5 +263,5 @@ def _relative_cost(drafter: InProcessModel | HeadDrafter, model: LoadedModel) ->
         ratio: float = drafter.parameters / max(model.parameters, 1)
     else:
         ratio = drafter.weight_bytes / max(model.weight_bytes, 1)
-    drafts_blocks = isinstance(drafter, HeadDrafter) and isinstance(drafter.head, BlockHead | MaskedHead)
+    drafts_blocks = isinstance(drafter, HeadDrafter) and drafter.head.depth is not None
     return ratio / _CHAIN_TOKENS if drafts_blocks else ratio

@@ -197,7 +197,9 @@ class TargetRequest:
             proposed, _ = self._in_process_proposal()
             if not own.chain or not self.takes_trees:
                 return VerifyInput(self.slot, proposed.chain, proposed.q, proposed.parents)
-            both = merge_trees(proposed.tree, DraftTree(own.chain, own.parents), MAX_CHAIN)
+            both = merge_trees(
+                DraftTree(proposed.chain, proposed.parents), DraftTree(own.chain, own.parents), MAX_CHAIN
+            )
             own = DraftTokens(both.tokens, both.parents)
         return VerifyInput(self.slot, own.chain, own.q, own.parents)
 

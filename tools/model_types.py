@@ -32,7 +32,6 @@ from outrider.engine.kv_cache import SeparateKVCache
 from outrider.engine.load_checks import (
     find_tree_form,
     open_kv_cache,
-    open_unchecked_tree,
     probe_abilities,
     tree_logits_match,
 )
@@ -100,9 +99,7 @@ def _try_model_type(name: str, tied: bool) -> ModelTypeRow:
             form = find_tree_form(model)
             draft = TREE_FORMS[form.__name__]
             with wrap_model_errors("a tree past the window"):
-                if not tree_logits_match(
-                    model, lambda tokens: open_unchecked_tree(model, form, tokens), _PROMPT_TOKENS
-                ):
+                if not tree_logits_match(model, form, _PROMPT_TOKENS):
                     draft = f"{draft}, inexact past a window"
         except OutriderError as error:
             draft, why = "no", [*why, "draft: " + _text_in_brackets(str(error))]

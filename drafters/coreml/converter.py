@@ -23,16 +23,7 @@ from outrider import __version__
 from outrider.drafters.coreml import package
 from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, Options, PackageFunction, PackageLayout
 from outrider.drafters.coreml.package import Manifest, import_coremltools
-from outrider.drafters.coreml.weights import (
-    EMBEDDING,
-    GROUP_SIZE,
-    HEAD,
-    NORM,
-    Checkpoint,
-    DenseMatrix,
-    Weights,
-    to_mlx,
-)
+from outrider.drafters.coreml.weights import EMBEDDING, GROUP_SIZE, HEAD, NORM, Checkpoint, DenseMatrix, Weights, to_mlx
 from outrider.protocol.digest import file_hash, model_digest, read_json
 from outrider.protocol.errors import InvalidRequest, ModelError
 
@@ -172,13 +163,11 @@ class _GraphBuilder:
         return self._project(f"{name}.o_proj", mixed)
 
     def _project_heads(self, projection: str, norm: str | None, x: Any, groups: int) -> Any:
-        """(1, hidden, 1, rows) -> (kv_heads, groups, rows, head_dim), normed if the family norms heads."""
+        """(1, hidden, 1, rows) -> (kv_heads, groups, rows, head_dim), by Qwen3's `norm` if there is one."""
         mb, sizes = self._mb, self._sizes
-        heads = mb.reshape(
-            x=self._project(projection, x), shape=(sizes.kv_heads, groups, sizes.head_dim, self._rows)
-        )  # fmt: skip
-        heads = mb.transpose(x=heads, perm=[0, 1, 3, 2])
-        return self._norm(norm, heads, 3) if norm and sizes.has_qk_norm else heads
+        shape = (sizes.kv_heads, groups, sizes.head_dim, self._rows)
+        heads = mb.transpose(x=mb.reshape(x=self._project(projection, x), shape=shape), perm=[0, 1, 3, 2])
+        return self._norm(norm, heads, 3) if norm and sizes.family == "qwen3" else heads
 
     def _rotate(self, heads: Any) -> Any:
         """Applies the rope by halves; the host passes sin with its first half negated."""

@@ -5,6 +5,7 @@ Everything runs on the caller's thread.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,21 +18,20 @@ from numpy.typing import NDArray
 
 from outrider.drafters.coreml.layout import Mode, PackageFunction
 from outrider.drafters.coreml.package import Package
-from outrider.drafters.coreml.runtimes import Outputs, Runtime, RuntimeState
-from outrider.drafters.drafter import DrafterFault
+from outrider.drafters.coreml.runtimes import CoreMLRuntime, Outputs, RuntimeState
+from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.engine.flat import Bools, Ints, LayerKVs, ancestor_mask
-from outrider.engine.kv_cache import check_prompt
 from outrider.engine.kv_rows import KVRows, NewRows, ReadingFault
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import Step
 from outrider.engine.tree import Tree, TreeInput
-from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import ROOT
+
+log = logging.getLogger(__name__)
 
 MASK_VALUE = -1e4  # float16 can hold it, and exp() of it is 0
 _CACHE_INPUTS = ("k_past", "v_past")
@@ -73,7 +73,7 @@ class PackageHost:
     Each row of a call has its own mask. Each function has one set of input buffers, which is reused.
     """
 
-    def __init__(self, package: Package, runtime: Runtime) -> None:
+    def __init__(self, package: Package, runtime: CoreMLRuntime) -> None:
         self.package = package
         self.layout = package.layout
         self._runtime = runtime
@@ -291,12 +291,12 @@ class CoreMLTree(Tree):
         return rows
 
 
-class CoreMLDrafter:
+class CoreMLDrafter(Drafter):
     """A `Drafter` over `package`, run by `runtime`, which is called on one thread only."""
 
     backend = "coreml"
 
-    def __init__(self, package: Package, runtime: Runtime, note: str = "") -> None:
+    def __init__(self, package: Package, runtime: CoreMLRuntime, note: str = "") -> None:
         self.note = note or f"drafting with {runtime.name}"
         self.vocab_size = package.layout.architecture.vocab_size
         self.context_length = package.layout.context
@@ -306,16 +306,7 @@ class CoreMLDrafter:
         self.prompt_cache = PromptCache(KvCost(per_text=cache_bytes))
         self._host = PackageHost(package, runtime)
 
-    def open(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        constraint: Constraint | None = None,
-        cached: int = 1,
-    ) -> CoreMLTree:
-        check_prompt(tokens, self.vocab_size)
-        sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
-        draws = Draws.of(sampling, cached)
+    def make_tree(self, sampler: Sampler, draws: Draws | None) -> CoreMLTree:
         return CoreMLTree(CoreMLKVRows(self._host), sampler, self.context_length, draws)
 
 
@@ -326,23 +317,23 @@ class PackageReader:
     transposed or computed again; only float16 rounding differs from MLX's own reading.
 
     Args:
-        min_tokens: the model itself reads shorter prompts.
+        min_tokens: the model itself reads shorter prompts, and the tokens beyond the package's context.
     """
 
-    def __init__(self, package: Package, runtime: Runtime, min_tokens: int) -> None:
+    def __init__(self, package: Package, runtime: CoreMLRuntime, min_tokens: int) -> None:
         self.min_tokens, self.package = min_tokens, package
         self.note = f"prompts of {min_tokens} tokens and more are read by {runtime.name}"
         self._host = PackageHost(package, runtime)
 
-    def readable(self, count: int) -> int:
-        """Returns how many tokens of a prompt the package reads: none if it is too short, at most its context."""
-        return min(count, self._host.layout.context) if count >= self.min_tokens else 0
-
-    def read(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
+    def __call__(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
+        if len(tokens) < self.min_tokens:
+            return
         prefill, rows = self._host.layout.prefill, CoreMLKVRows(self._host)
+        end = min(len(tokens), self._host.layout.context)
+        log.debug("the package reads %d of the prompt's %d tokens", end, len(tokens))
         try:
-            for first in range(0, len(tokens), prefill.rows):
-                fresh = rows.read(tokens[first : first + prefill.rows], prefill)
+            for first in range(0, end, prefill.rows):
+                fresh = rows.read(tokens[first : min(first + prefill.rows, end)], prefill)
                 layers = zip(fresh.keys[:, None], fresh.values[:, None], strict=True)
                 yield tuple((mx.array(keys), mx.array(values)) for keys, values in layers)
         except OutriderError as error:

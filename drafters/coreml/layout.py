@@ -49,11 +49,6 @@ class DecoderArchitecture:
         return self.heads // self.kv_heads
 
     @property
-    def has_qk_norm(self) -> bool:
-        """Whether queries and keys are normed before the rotation."""
-        return self.family == "qwen3"
-
-    @property
     def head_chunks(self) -> list[int]:
         """The rows of the output head in each chunk, at most MAX_WIDTH."""
         full, rest = divmod(self.vocab_size, MAX_WIDTH)

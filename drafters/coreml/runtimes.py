@@ -1,4 +1,4 @@
-"""Runs a package: the interface of runtimes, and Core ML itself (macOS).
+"""Runs packages by Core ML (macOS), and asks it about this machine.
 
 For tests without Core ML, the variable `STAND_IN_VARIABLE` names a module whose `open_runtime` replaces Core ML's.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,28 +38,6 @@ _DRAFTING_OFF = "; drafting is off for this request"
 _CONSTANT_OPERATORS = ("const", "constexpr")
 
 
-class Runtime(Protocol):
-    """Runs the functions of one package. Every call comes from the same thread.
-
-    `name`: the runtime and its device, for users. `compile_seconds`: the time it took to compile the package now.
-    """
-
-    name: str
-    compile_seconds: float
-
-    def new_state(self) -> RuntimeState | None:
-        """Returns an empty cache; None for a package whose cache is owned by the host."""
-        ...
-
-    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
-        """Runs `function`. Inputs are float32 (int32 for positions) of the shapes in the package's layout.
-
-        The input arrays remain the caller's: it may write to them after the call, and must never free them between
-        calls. Raises RuntimeFault if the device fails.
-        """
-        ...
-
-
 class DeviceUnavailable(ModelError):
     """The device can't run any package: this machine does not have it, or it hangs."""
 
@@ -76,7 +54,7 @@ def unavailable_reason() -> str:
     return NO_COREMLTOOLS_MESSAGE if find_spec("coremltools") is None else ""
 
 
-def open_runtime(package: Package, units: str, functions: Sequence[str] | None = None) -> Runtime:
+def open_runtime(package: Package, units: str, functions: Sequence[str] | None = None) -> CoreMLRuntime:
     """Returns a runtime for `package` on `units`, one of `COMPUTE_UNITS`.
 
     Args:
@@ -87,16 +65,18 @@ def open_runtime(package: Package, units: str, functions: Sequence[str] | None =
         ModelError: Core ML refuses the package, or its directory can't be written to.
     """
     if (stand_in := os.environ.get(STAND_IN_VARIABLE)) is not None:
-        runtime: Runtime = importlib.import_module(stand_in).open_runtime(package)
+        runtime: CoreMLRuntime = importlib.import_module(stand_in).open_runtime(package)
         return runtime
     return CoreMLRuntime(package, units, functions)
 
 
 class CoreMLRuntime:
-    """A `Runtime` of Core ML; see `open_runtime`. All functions' compiled models are loaded before the first call.
+    """Runs the functions of one package; see `open_runtime`. All compiled models are loaded before the first call.
 
     coremltools' `predict` holds the GIL for the whole call, and releases its inputs later, on Core ML's own queue. So
     its worker is a process of its own, makes all calls on one thread, and keeps the input buffers alive after a call.
+
+    `name`: Core ML and its device, for users. `compile_seconds`: the time it took to compile the package now.
     """
 
     def __init__(self, package: Package, units: str, functions: Sequence[str] | None = None) -> None:
@@ -118,6 +98,7 @@ class CoreMLRuntime:
             }
 
     def new_state(self) -> RuntimeState | None:
+        """Returns an empty cache; None for a package whose cache is owned by the host."""
         if not self._stateful:
             return None
         with _convert_errors(f"{self.name} failed", RuntimeFault, _DRAFTING_OFF):
@@ -125,6 +106,11 @@ class CoreMLRuntime:
         return state
 
     def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
+        """Runs `function`. Inputs are float32 (int32 for positions) of the shapes in the package's layout.
+
+        The input arrays remain the caller's: it may write to them after the call, and must never free them between
+        calls. Raises RuntimeFault if the device fails.
+        """
         model = self._models.get(function)
         if model is None:
             raise RuntimeFault(f"the function {function} was not loaded; loaded are {', '.join(self._models)}")

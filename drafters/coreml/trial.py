@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.drafters.coreml import runtimes
 from outrider.drafters.coreml.drafter import CoreMLKVRows, PackageHost, PackageReader
 from outrider.drafters.coreml.layout import (
     TRIAL_PROMPT_TOKENS,
@@ -43,16 +44,8 @@ from outrider.drafters.coreml.layout import (
     trial_text,
 )
 from outrider.drafters.coreml.package import Package, open_package
-from outrider.drafters.coreml.runtimes import (
-    COMPUTE_UNITS,
-    DeviceUnavailable,
-    RuntimeFault,
-    engine_share,
-    has_neural_engine,
-    open_runtime,
-    os_build,
-)
-from outrider.engine.kv_rows import DenseKVRows, KVRows
+from outrider.drafters.coreml.runtimes import DeviceUnavailable, RuntimeFault, os_build
+from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.load_checks import open_kv_rows
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.digest import cache_folder, replace_file
@@ -244,10 +237,10 @@ def measure_package(package: Package, units: str, predictions: int) -> Trial:
         DeviceUnavailable: this machine has no such unit.
         OutriderError: the device refused the package or returned no finite numbers.
     """
-    if units == "CPU_AND_NE" and not has_neural_engine():  # without a Neural Engine, the unit would be the CPU
+    if units == "CPU_AND_NE" and not runtimes.has_neural_engine():  # without a Neural Engine, the unit would be the CPU
         raise DeviceUnavailable("Core ML can't use a Neural Engine on this machine")
     started = time.monotonic()
-    runtime = open_runtime(package, units)
+    runtime = runtimes.open_runtime(package, units)
     loaded = time.monotonic()
     host = PackageHost(package, runtime)
     actual, expected = _compute_logits(host), package.expected
@@ -259,7 +252,7 @@ def measure_package(package: Package, units: str, predictions: int) -> Trial:
         agreement=agreement(actual, expected),
         distance=float(mx.abs(actual_probs - expected_probs).sum(axis=-1).mean() / 2),
         ms=_time_functions(host, predictions),
-        engine_share=engine_share(package, units),
+        engine_share=runtimes.engine_share(package, units),
     )
 
 
@@ -314,28 +307,21 @@ def measure_prompts(model: LoadedModel, package: Package, units: str) -> PromptT
     Raises:
         OutriderError: the package can't be run, or its model can't draft.
     """
-    reader = PackageReader(package, open_runtime(package, units, [package.layout.prefill.name]), min_tokens=1)
+    reader = PackageReader(package, runtimes.open_runtime(package, units, [package.layout.prefill.name]), min_tokens=1)
     vocabulary = package.layout.architecture.vocab_size
     lengths = [length for length in PROMPT_LENGTHS if length <= package.layout.context]
 
-    def read(kv_rows: KVRows, tokens: list[int]) -> None:
-        done = 0
+    def read(tokens: list[int], by: PackageReader | None) -> None:
+        kv_rows, done = open_kv_rows(model, by), 0
         while done < len(tokens):
             done += kv_rows.prefill(tokens[done:], done)
-
-    def by_mlx(tokens: list[int]) -> None:
-        read(open_kv_rows(model), tokens)
-
-    def by_package(tokens: list[int]) -> None:
-        kv_rows = open_kv_rows(model, reader)
-        read(kv_rows, tokens)
-        if not isinstance(kv_rows, DenseKVRows) or kv_rows.read != len(tokens):
+        if by is not None and (not isinstance(kv_rows, DenseKVRows) or kv_rows.read != len(tokens)):
             raise OutriderError("the package did not read the prompt")
 
     prompts = [[(7 * i + 3) % vocabulary for i in range(length)] for length in lengths]
     mlx_ms, package_ms = (
-        [round(median_ms(partial(read_by, tokens), _PROMPT_REPEATS, 1), 3) for tokens in prompts]
-        for read_by in (by_mlx, by_package)
+        [round(median_ms(partial(read, tokens, by), _PROMPT_REPEATS, 1), 3) for tokens in prompts]
+        for by in (None, reader)
     )
     return PromptTimes(units, mlx_and_device(), lengths, mlx_ms, package_ms)
 
@@ -343,7 +329,7 @@ def measure_prompts(model: LoadedModel, package: Package, units: str) -> PromptT
 def main() -> int:
     parser = argparse.ArgumentParser(prog=_PROGRAM[-1], description=__doc__)
     parser.add_argument("--package", type=Path, required=True)
-    parser.add_argument("--units", choices=COMPUTE_UNITS, required=True)
+    parser.add_argument("--units", choices=runtimes.COMPUTE_UNITS, required=True)
     parser.add_argument("--predictions", type=int, default=DEFAULT_PREDICTIONS)
     parser.add_argument("--model", type=Path, help="time the reading of prompts, by the package and by this model")
     parser.add_argument("--result", type=Path, required=True)

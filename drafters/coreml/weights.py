@@ -168,24 +168,6 @@ class Weights:
         return [(name.removeprefix(prefix), mx.array(value.astype(np.float32))) for name, value in named.items()]
 
 
-@dataclass(slots=True)
-class _CastStats:
-    """Statistics of a conversion to float16."""
-
-    source: str = ""
-    largest: float = 0.0
-    flushed: int = 0
-    total: int = 0
-
-    def note(self) -> tuple[str, ...]:
-        if not self.source:
-            return ()
-        return (
-            f"weights were {self.source} and are float16 here: the largest is {self.largest:.3g} of 65504, "
-            f"{self.flushed} of {self.total} were too small and became 0",
-        )
-
-
 class Checkpoint:
     """An mlx-lm model in the directory `path`, whose weights are not read yet; `kind` is one of WEIGHT_FORMATS.
 
@@ -202,7 +184,8 @@ class Checkpoint:
         _check_tied_head(path, self.architecture.tied)
         self._model, _ = read_model(path)
         self.parameters = int(get_total_parameters(self._model))
-        self._kind, self._cast_stats = kind, _CastStats()
+        self._kind = kind
+        self._source, self._largest, self._flushed, self._total = "", 0.0, 0, 0  # of weights that became float16
 
     def rope(self, positions: int) -> NDArray[np.float32]:
         """Returns cos and sin of positions 0 .. `positions` - 1, [2, positions, head_dim / 2], see `Package.rope`.
@@ -215,7 +198,7 @@ class Checkpoint:
         rope, width = self._model.model.layers[0].self_attn.rope, self.architecture.head_dim
         try:
             check_rope(rope, width)
-        except TypeError as error:
+        except ModelError as error:
             raise ModelError(
                 "this model's rope does not rotate the two halves of a head (a traditional or partial rope); "
                 "the coreml graph does (use --draft-backend mlx for this one)"
@@ -246,7 +229,11 @@ class Checkpoint:
                 weights.vectors[f"{name}.bias"] = self._cast_weight(f"{name}.bias", module["bias"])
             module.clear()
         progress(len(modules), len(modules))
-        weights.notes = self._cast_stats.note()
+        if self._source:
+            weights.notes = (
+                f"weights were {self._source} and are float16 here: the largest is {self._largest:.3g} of 65504, "
+                f"{self._flushed} of {self._total} were too small and became 0",
+            )
         return weights
 
     def expected_logits(self, weights: Weights) -> NDArray[np.float32]:
@@ -283,10 +270,10 @@ class Checkpoint:
             return np.array(array.astype(mx.float32))
         narrow = np.array(array.astype(mx.float16))
         if array.dtype != mx.float16:
-            self._cast_stats.source = str(array.dtype).removeprefix("mlx.core.")
-            self._cast_stats.total += array.size
-            self._cast_stats.flushed += int(((array != 0) & (array.astype(mx.float16) == 0)).sum())
-            self._cast_stats.largest = max(self._cast_stats.largest, float(mx.abs(array).max()))
+            self._source = str(array.dtype).removeprefix("mlx.core.")
+            self._total += array.size
+            self._flushed += int(((array != 0) & (array.astype(mx.float16) == 0)).sum())
+            self._largest = max(self._largest, float(mx.abs(array).max()))
         if not np.isfinite(narrow).all():
             raise ModelError(
                 f"{name} has values up to {float(mx.abs(array).max()):.3g}, beyond float16's 65504 (or NaN); the Neural"

@@ -1,6 +1,6 @@
-"""Reads a head's tensors and checks its config.json, and loads it into a module. Each failure raises ModelError.
+"""A head's files: reads its config.json and its tensors, checks them, and loads them into a module.
 
-Only the module of a kind of head knows its tensors and their names.
+Each failure raises CannotDraft. Only the module of a kind of head knows its tensors and their names.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 from mlx.utils import tree_flatten
 
-from outrider.drafters.heads.layers import MLPS, LayerSizes
+from outrider.drafters.heads.layers import MLPS, DraftVocabulary, LayerSizes
 from outrider.engine import positions
 from outrider.engine.hidden_states import find_backbone, find_embedding, find_output_layer
 from outrider.engine.loading import LoadedModel, flat_rope_fields
@@ -26,9 +27,10 @@ from outrider.protocol.heads import head_kind, text_config
 
 Weights = dict[str, mx.array]
 Layer = Callable[[mx.array], mx.array]
+Sizes = TypeVar("Sizes", bound=LayerSizes)
 _FINGERPRINT_PATTERN = re.compile("[0-9a-f]+-[0-9a-f]*")
 # Copies of the target's tensors, and what the reference implementations do not use either.
-_UNUSED = r"((verifier_)?lm_head|verifier_norm|embed_tokens|emb_norm)\.weight|t2d|(.+\.)?rotary_emb\.inv_freq"
+_UNUSED = r"((verifier_)?lm_head|verifier_norm|embed_tokens|emb_norm)\.weight|d2t|t2d|(.+\.)?rotary_emb\.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,11 @@ class HeadTarget:
     embed: Layer
     output: Layer
     embed_factor: float = 1.0
+
+    @property
+    def layers(self) -> int:
+        """The number of its layers."""
+        return int(self.config["num_hidden_layers"])
 
     @classmethod
     def of(cls, model: LoadedModel) -> HeadTarget:
@@ -87,114 +94,137 @@ def read_weights(folder: Path, prefix: str = "") -> Weights:
     return weights
 
 
-def check_not_quantized(config: Mapping[str, Any], weights: Weights, name: str) -> None:
-    """Raises CannotDraft if the head is quantised."""
-    if "quantization" in config or any(key.endswith((".scales", "weight_scale")) for key in weights):
-        raise CannotDraft(f"{name} is quantised; use the head as it was published")
+@dataclass(frozen=True, slots=True)
+class HeadCheckpoint:
+    """The `config` and the `weights` of a head for `target`. `name`: what errors call it."""
 
+    config: Mapping[str, Any]
+    weights: Weights
+    target: HeadTarget
+    name: str = "the head"
 
-def parse_layer_sizes(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, Any]) -> LayerSizes:
-    """Returns sizes from the layers' config, and switches from the weights present. Call it within `config_errors`."""
-    hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
-    if (activation := layer.get("hidden_act", "silu")) not in MLPS:
-        raise ValueError(f"hidden_act {activation!r}, not {' or '.join(MLPS)}")
-    rope = {**layer, **flat_rope_fields(layer)}
-    return LayerSizes(
-        hidden_size=hidden,
-        intermediate_size=int(layer["intermediate_size"]),
-        num_attention_heads=heads,
-        num_key_value_heads=int(layer.get("num_key_value_heads") or heads),
-        head_dim=int(layer.get("head_dim") or hidden // heads),
-        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or 10000.0),
-        rope_scaling=rope.get("rope_scaling"),
-        rotary_share=float(rope.get("partial_rotary_factor") or 1.0),
-        interleaved=layer.get("is_neox_style") is False,
-        # Positions count from the first feature, so the target's context is the limit.
-        context_length=int(target.get("max_position_embeddings") or layer.get("max_position_embeddings") or 32768),
-        hidden_act=activation,
-        qk_norm="layers.0.self_attn.q_norm.weight" in weights,
-        biases="".join(name for name in "qkvo" if f"layers.0.self_attn.{name}_proj.bias" in weights),
-    )
+    @classmethod
+    def read(cls, folder: Path, target: HeadTarget) -> HeadCheckpoint:
+        return cls(read_json(folder / "config.json"), read_weights(folder), target, str(folder))
 
+    def check_not_quantized(self) -> None:
+        """Raises CannotDraft if the head is quantised."""
+        if "quantization" in self.config or any(key.endswith((".scales", "weight_scale")) for key in self.weights):
+            raise CannotDraft(f"{self.name} is quantised; use the head as it was published")
 
-@contextmanager
-def config_errors(kind: str, config: Mapping[str, Any], weights: Weights, name: str) -> Iterator[None]:
-    """Raises CannotDraft if this is not a head of `kind`, or is quantised, or if a field of its config.json is missing,
-    or has a type or a value that can't be used."""
-    try:
-        # The config.json of SafeAI's heads is that of a Llama.
-        if head_kind(config) != kind and not (kind == "eagle3" and "midlayer.hidden_norm.weight" in weights):
-            raise CannotDraft(f"{name} is not a head of kind {kind}: its config.json has another architecture or type")
-        check_not_quantized(config, weights, name)
-        yield
-    except KeyError as error:
-        raise CannotDraft(f"{name}: config.json lacks {error}; expected a head's sizes") from error
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CannotDraft(
-            f"{name}: config.json has a value that can't be used ({error}); expected a head's sizes"
-        ) from error
+    @contextmanager
+    def config_errors(self, kind: str) -> Iterator[None]:
+        """Raises CannotDraft if this is not a head of `kind`, or is quantised, or if a field of its config.json is
+        missing, or has a type or a value that can't be used."""
+        try:
+            # The config.json of SafeAI's heads is that of a Llama.
+            is_official = kind == "eagle3" and "midlayer.hidden_norm.weight" in self.weights
+            if head_kind(self.config) != kind and not is_official:
+                raise CannotDraft(
+                    f"{self.name} is not a head of kind {kind}: its config.json has another architecture or type"
+                )
+            self.check_not_quantized()
+            yield
+        except KeyError as error:
+            raise CannotDraft(f"{self.name}: config.json lacks {error}; expected a head's sizes") from error
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CannotDraft(
+                f"{self.name}: config.json has a value that can't be used ({error}); expected a head's sizes"
+            ) from error
 
+    def sizes(self, kind: type[Sizes], layer: Mapping[str, Any], **computed: object) -> Sizes:
+        """Returns sizes and switches by the layers' config and by the weights present, and those that are `computed`.
 
-def parse_taps(
-    lists: Sequence[tuple[Sequence[Any] | None, int]], default: tuple[int, ...], layers: int, name: str
-) -> tuple[int, ...]:
-    """Returns the tapped layers of the target's `layers`, as outputs counted from 0.
+        Values that are null have their defaults. Positions count from the first feature, so the target's context is the
+        limit.
+        """
+        heads, limits = layer["num_attention_heads"], (self.target.config, layer)
+        if (activation := layer.get("hidden_act", "silu")) not in MLPS:
+            raise ValueError(f"hidden_act {activation!r}, not {' or '.join(MLPS)}")
+        found = {
+            **layer,
+            **flat_rope_fields(layer),
+            "num_key_value_heads": layer.get("num_key_value_heads") or heads,
+            "head_dim": layer.get("head_dim") or layer["hidden_size"] // heads,
+            "context_length": next(filter(None, (config.get("max_position_embeddings") for config in limits)), None),
+            "qk_norm": "layers.0.self_attn.q_norm.weight" in self.weights,
+            "biases": "".join(name for name in "qkvo" if f"layers.0.self_attn.{name}_proj.bias" in self.weights),
+            **computed,
+        }
+        return msgspec.convert({key: value for key, value in found.items() if value is not None}, kind, strict=False)
 
-    They come from the first of `lists` that is not empty; each list is given with the number that it uses for the first
-    output. Raises CannotDraft if the target lacks one.
-    """
-    taps = next((tuple(int(number) - first for number in listed) for listed, first in lists if listed), default)
-    if not all(0 <= number < layers for number in taps):
-        raise CannotDraft(
-            f"{name} reads the target's layers {taps}, but this target has {layers};"
-            " expected a head trained for this target"
-        )
-    return taps
+    def taps(self, lists: Sequence[tuple[Sequence[Any] | None, int]], default: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the tapped layers of the target, as outputs counted from 0.
 
+        They come from the first of `lists` that is not empty; each list is given with the number that it uses for the
+        first output. Raises CannotDraft if the target lacks one.
+        """
+        taps = next((tuple(int(number) - first for number in listed) for listed, first in lists if listed), default)
+        if not all(0 <= number < self.target.layers for number in taps):
+            raise CannotDraft(
+                f"{self.name} reads the target's layers {taps}, but this target has {self.target.layers};"
+                " expected a head trained for this target"
+            )
+        return taps
 
-def check_hidden_size(own: int, target: Mapping[str, Any], name: str) -> None:
-    """Raises CannotDraft if the target has another hidden size."""
-    size = int(target["hidden_size"])
-    if own != size:
-        raise CannotDraft(
-            f"{name} expects a hidden size of {own}, but this target has {size}; expected a head for this target"
-        )
+    def check_hidden_size(self, own: int) -> None:
+        """Raises CannotDraft if the target has another hidden size."""
+        size = int(self.target.config["hidden_size"])
+        if own != size:
+            raise CannotDraft(
+                f"{self.name} expects a hidden size of {own}, but this target has {size};"
+                " expected a head for this target"
+            )
 
+    def check_mask_token(self, token: int | None) -> int:
+        """Returns the mask token, or raises CannotDraft if the target lacks it."""
+        if token is None or not 0 <= token < self.target.vocab_size:
+            raise CannotDraft(
+                f"{self.name} has mask token {token}, but this target has {self.target.vocab_size} tokens; expected a"
+                " head for this target, with its mask_token_id in config.json"
+            )
+        return token
 
-def check_mask_token(token: int | None, vocab_size: int, name: str) -> int:
-    """Returns the mask token, or raises CannotDraft if the target lacks it."""
-    if token is None or not 0 <= token < vocab_size:
-        raise CannotDraft(
-            f"{name} has mask token {token}, but this target has {vocab_size} tokens; expected a head for this target,"
-            " with its mask_token_id in config.json"
-        )
-    return token
+    def vocabulary(self, count: int) -> DraftVocabulary:
+        """Returns the vocabulary of `count` tokens, by the tensor `d2t`, the offset of each id. Raises CannotDraft if
+        it is for another target."""
+        d2t, size, name = self.weights.get("d2t"), self.target.vocab_size, self.name
+        if d2t is None or (count == size and not d2t.any().item()):
+            if count > size:
+                raise CannotDraft(f"{name} has {count} tokens and this target {size}; expected a head for this target")
+            return DraftVocabulary(size) if count == size else DraftVocabulary.of(size, mx.arange(count))
+        if d2t.shape != (count,):
+            raise CannotDraft(f"{name} maps {d2t.shape} tokens and its config says {count}; download the head again")
+        ids = mx.arange(count) + d2t.astype(mx.int32)
+        listed = cast("list[int]", ids.tolist())
+        if min(listed) < 0 or max(listed) >= size:
+            raise CannotDraft(f"{name} has tokens beyond this target's {size}; expected a head for its vocabulary")
+        return DraftVocabulary.of(size, ids)
 
-
-def load_head_weights(head: nn.Module, weights: Weights, name: str, exact: Container[str] = ()) -> None:
-    """Loads the weights, all in the format of the largest one, except that `exact` ones become float32. Afterwards the
-    head can be fed tokens at any positions. Raises CannotDraft if some are missing, not supported, have another shape,
-    or are not finite.
-    """
-    wanted = dict(tree_flatten(head.parameters()))
-    if unknown := [key for key in sorted(set(weights) - set(wanted)) if not re.fullmatch(_UNUSED, key)]:
-        raise CannotDraft(f"{name} has {', '.join(unknown[:3])}, which is not supported")
-    if missing := sorted(set(wanted) - set(weights)):
-        raise CannotDraft(f"{name} lacks {', '.join(missing[:3])}; download the head again")
-    for key, shape in ((key, wanted[key].shape) for key in wanted):
-        if weights[key].shape != shape:
-            raise CannotDraft(f"{name}: {key} is {weights[key].shape}, expected {shape} by config.json and this target")
-        if not mx.issubdtype(weights[key].dtype, mx.floating):  # float8 is read as uint8
-            raise CannotDraft(f"{name} is quantised; use the head as it was published")
-    dtype = _compute_dtype(max((weights[key] for key in wanted), key=lambda weight: weight.nbytes).dtype)
-    chosen = [(key, weights[key].astype(mx.float32 if key in exact else dtype)) for key in wanted]
-    head.load_weights(chosen)
-    mx.eval(head.parameters())
-    sound = mx.stack([mx.isfinite(value).all() for _, value in chosen])
-    if not sound.all().item():
-        raise CannotDraft(f"{name} has weights that are NaN or infinite; expected a trained head")
-    positions.patch_ropes(head)
+    def load_into(self, head: nn.Module, exact: Container[str] = ()) -> None:
+        """Loads the weights, all in the format of the largest one, except that `exact` ones become float32. Afterwards
+        the head can be fed tokens at any positions. Raises CannotDraft if some are missing, not supported, have another
+        shape, or are not finite.
+        """
+        wanted, weights, name = dict(tree_flatten(head.parameters())), self.weights, self.name
+        if unknown := [key for key in sorted(set(weights) - set(wanted)) if not re.fullmatch(_UNUSED, key)]:
+            raise CannotDraft(f"{name} has {', '.join(unknown[:3])}, which is not supported")
+        if missing := sorted(set(wanted) - set(weights)):
+            raise CannotDraft(f"{name} lacks {', '.join(missing[:3])}; download the head again")
+        for key, parameter in wanted.items():
+            shape, own = parameter.shape, weights[key]
+            if own.shape != shape:
+                raise CannotDraft(f"{name}: {key} is {own.shape}, expected {shape} by config.json and this target")
+            if not mx.issubdtype(own.dtype, mx.floating):  # float8 is read as uint8
+                raise CannotDraft(f"{name} is quantised; use the head as it was published")
+        dtype = _compute_dtype(max((weights[key] for key in wanted), key=lambda weight: weight.nbytes).dtype)
+        chosen = [(key, weights[key].astype(mx.float32 if key in exact else dtype)) for key in wanted]
+        head.load_weights(chosen)
+        mx.eval(head.parameters())
+        sound = mx.stack([mx.isfinite(value).all() for _, value in chosen])
+        if not sound.all().item():
+            raise CannotDraft(f"{name} has weights that are NaN or infinite; expected a trained head")
+        positions.patch_ropes(head)
 
 
 def _compute_dtype(stored: mx.Dtype) -> mx.Dtype:

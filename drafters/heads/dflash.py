@@ -9,23 +9,13 @@ layer below, so they are written once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.drafters.heads.checkpoint import (
-    HeadTarget,
-    Layer,
-    Weights,
-    check_hidden_size,
-    check_mask_token,
-    config_errors,
-    load_head_weights,
-    parse_layer_sizes,
-    parse_taps,
-)
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, Layer
 from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.heads.layers import MLPS, Attention, BlockLink, DraftVocabulary, LayerSizes, Markov, Selector
 from outrider.engine.flat import FlatCache
@@ -70,21 +60,22 @@ class DFlashConfig(LayerSizes):
 
     `from_anchor`: the last token's own row drafts the first token. `layers`: of each, its window (None: all), and
     whether it is causal: rows of a block see no later ones. `sees_prefixes`: trained with more than the first token of
-    a block known. `multiplier` scales vectors before the output layer, `softcap` limits the logits after it.
+    a block known. `output_multiplier` scales vectors before the output layer, `final_logit_softcapping` limits the
+    logits after it.
     """
 
     taps: tuple[int, ...]
     layers: tuple[tuple[int | None, bool], ...]
-    mask_token: int
+    mask_token_id: int
     depth: int
     from_anchor: bool = False
     sees_prefixes: bool = False
-    multiplier: float = 1.0
-    softcap: float = 0.0
-    markov: str = ""
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+    markov_head_type: str = ""
     markov_rank: int = 0
-    conv_taps: int = 0
-    conv_group: int = 16
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
     selector_rank: int = 0
 
 
@@ -99,9 +90,9 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
         self.self_attn = Attention(config, size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = MLPS[config.hidden_act](size, config.intermediate_size)
-        if config.conv_taps:
-            self.attention_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
-            self.mlp_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
+        if taps := config.conv_kernel_size:
+            self.attention_conv = BlockConvolution(size, taps, config.conv_group_size)
+            self.mlp_conv = BlockConvolution(size, taps, config.conv_group_size)
 
     def __call__(self, x: mx.array, block_positions: mx.array, cache: FlatCache) -> mx.array:
         mask = cache.make_mask(x.shape[1], window_size=self._window, causal=self._causal)
@@ -123,7 +114,7 @@ class DFlash(BlockHead):
         self._config, self._embed, self._output = config, embed, output
         self._vocabulary = vocabulary
         self.points, self.context_length = HiddenStatePoints(config.taps), config.context_length
-        self.depth, self.mask_token = config.depth, config.mask_token
+        self.depth, self.mask_token = config.depth, config.mask_token_id
         self.from_anchor, self.sees_prefixes = config.from_anchor, config.sees_prefixes
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
@@ -132,7 +123,7 @@ class DFlash(BlockHead):
         if vocabulary.ids is not None:
             self.lm_head = nn.Linear(size, vocabulary.draft_size, bias=False)
         if config.markov_rank:
-            self.markov_head = Markov(config.markov, config.markov_rank, size, vocabulary)
+            self.markov_head = Markov(config.markov_head_type, config.markov_rank, size, vocabulary)
         if config.selector_rank:
             self.candidate_selector = Selector(config.selector_rank, size, vocabulary.size)
 
@@ -157,61 +148,57 @@ class DFlash(BlockHead):
         return normed
 
     def logits(self, hidden: mx.array) -> mx.array:
-        config = self._config
+        factor, softcap = self._config.output_multiplier, self._config.final_logit_softcapping
         output = self.lm_head if "lm_head" in self else self._output
-        logits = output(hidden * config.multiplier if config.multiplier != 1 else hidden).astype(mx.float32)
-        if config.softcap:
-            logits = mx.tanh(logits / config.softcap) * config.softcap
+        logits = output(hidden * factor if factor != 1 else hidden).astype(mx.float32)
+        if softcap:
+            logits = mx.tanh(logits / softcap) * softcap
         return self._vocabulary.spread(logits)
 
 
-def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name: str = "the head") -> DFlash:
-    """Returns the head with this config.json and these tensors, in one of the published formats: z-lab's DFlash and
-    DFlash2, DeepSpec's and SpecForge's DSpark, speculators'. Converts their conventions: layers are the target's
-    outputs counted from 0, tokens are the target's, and the depth of a block is the number of tokens that it drafts.
+def build(published: HeadCheckpoint) -> DFlash:
+    """Returns the head of a checkpoint in one of the published formats: z-lab's DFlash and DFlash2, DeepSpec's and
+    SpecForge's DSpark, speculators'. Converts their conventions: layers are the target's outputs counted from 0, tokens
+    are the target's, and the depth of a block is the number of tokens that it drafts.
 
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
-    with config_errors("dflash", config, weights, name):
-        weights = {key.removeprefix("model.").removeprefix("logit_head."): value for key, value in weights.items()}
+    with published.config_errors("dflash"):
+        config, target = published.config, published.target
         # Some formats nest the sizes, or the settings of the method.
         config = {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
-        settings = _parse_config(config, weights, target.config, name)
-        _check_target(config, settings, target, name)
-        d2t = weights.pop("d2t", None)
-        count = target.vocab_size if d2t is None else int(config["draft_vocab_size"])
-        vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
+        names = {key: key.removeprefix("model.").removeprefix("logit_head.") for key in published.weights}
+        weights = {names[key]: value for key, value in published.weights.items()}
         weights = {key: value for key, value in weights.items() if not key.startswith("confidence_head.")}
+        checkpoint = replace(published, config=config, weights=weights)
+        settings = _parse_config(checkpoint)
+        _check_target(checkpoint, settings)
+        vocabulary = checkpoint.vocabulary(int(config["draft_vocab_size"]) if "d2t" in weights else target.vocab_size)
         factor = 1.0 if "speculators_model_type" in config else target.embed_factor  # speculators trains on the table
         embed: Layer = lambda tokens: target.embed(tokens) * factor  # noqa: E731
         head = DFlash(settings, embed, target.output, vocabulary)
-        load_head_weights(head, weights, name)
+        checkpoint.load_into(head)
         return head
 
 
-def _parse_config(config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str) -> DFlashConfig:
+def _parse_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
     """Returns sizes by the config, and switches by the config or the weights present."""
+    config = checkpoint.config
     block, from_anchor = int(config.get("block_size") or _DEFAULT_BLOCK_SIZE), _parse_from_anchor(config)
     markov = int(config.get("markov_rank") or 0)
     kind = str(config.get("markov_head_type") or "vanilla").lower()
     if markov and kind not in ("vanilla", "gated", "rnn"):
-        raise CannotDraft(f"{name} has a Markov head of type {kind!r}, which is not supported")
-    return DFlashConfig(
-        **asdict(parse_layer_sizes(config, weights, target)),
-        taps=_parse_tapped_layers(config, int(target["num_hidden_layers"]), name),
+        raise CannotDraft(f"{checkpoint.name} has a Markov head of type {kind!r}, which is not supported")
+    return checkpoint.sizes(
+        DFlashConfig,
+        config,
+        taps=_parse_tapped_layers(checkpoint),
         layers=tuple(_parse_layers(config)),
-        mask_token=int(config["mask_token_id"]),
         depth=block if from_anchor else block - 1,
         from_anchor=from_anchor,
         sees_prefixes=config.get("loss_type") in _PREFIX_LOSS_TYPES,
-        multiplier=float(config.get("output_multiplier") or 1.0),
-        softcap=float(config.get("final_logit_softcapping") or 0.0),
-        markov=kind,
-        markov_rank=markov,
-        conv_taps=int(config.get("conv_kernel_size") or 0),
-        conv_group=int(config.get("conv_group_size") or 16),
-        selector_rank=int(config.get("selector_rank") or 0),
+        markov_head_type=kind,
     )
 
 
@@ -223,10 +210,11 @@ def _parse_from_anchor(config: Mapping[str, Any]) -> bool:
     return any("dspark" in str(name).lower() for name in names)
 
 
-def _parse_tapped_layers(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
+def _parse_tapped_layers(checkpoint: HeadCheckpoint) -> tuple[int, ...]:
     """Returns the tapped layers, counted from 0 as in z-lab and DeepSpec; speculators' j is the output of j - 1."""
+    config = checkpoint.config
     lists = [(config.get("aux_hidden_state_layer_ids"), 1), (config.get("target_layer_ids"), 0)]
-    return parse_taps(lists, _default_taps(layers, int(config["num_hidden_layers"])), layers, name)
+    return checkpoint.taps(lists, _default_taps(checkpoint.target.layers, int(config["num_hidden_layers"])))
 
 
 def _default_taps(layers: int, count: int) -> tuple[int, ...]:
@@ -249,16 +237,16 @@ def _parse_layers(config: Mapping[str, Any]) -> Iterator[tuple[int | None, bool]
         yield window if slides or every else None, by_default if causal is None else bool(causal)
 
 
-def _check_target(config: Mapping[str, Any], settings: DFlashConfig, target: HeadTarget, name: str) -> None:
-    layers = int(target.config["num_hidden_layers"])
+def _check_target(checkpoint: HeadCheckpoint, settings: DFlashConfig) -> None:
+    config, layers, name = checkpoint.config, checkpoint.target.layers, checkpoint.name
     if config.get("model_type", "") not in _SUPPORTED_MODEL_TYPES:
         raise CannotDraft(f"{name} is built of {config['model_type']} layers; expected those of qwen3 or llama")
-    check_hidden_size(settings.hidden_size, target.config, name)
+    checkpoint.check_hidden_size(settings.hidden_size)
     if int(config.get("num_target_layers") or layers) != layers:
         raise CannotDraft(
             f"{name} was trained for a target of {config['num_target_layers']} layers, but this one has {layers};"
             " expected a head for this target"
         )
-    check_mask_token(settings.mask_token, target.vocab_size, name)
+    checkpoint.check_mask_token(settings.mask_token_id)
     if settings.depth < 1:
         raise CannotDraft(f"{name} has blocks of {config.get('block_size')} tokens; expected at least 2")

@@ -8,16 +8,17 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from outrider.drafters.drafter import TokenTree
+from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.drafters.fan_out import Calibration
 from outrider.drafters.growth import MAX_CHILDREN, ChainAlternatives, Continuation, Steps
-from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, BlockHead, Head, MaskedHead
+from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, BlockHead, Head
 from outrider.drafters.heads.kv_rows import MAX_PENDING_PAIRS, BlockKVRows, MaskedKVRows, PairKVRows
 from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED, FeatureBuffer, FeatureKVCache, SavedPairs, make_kv_cache
 from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairTree
 from outrider.drafters.work_ahead import DraftTurn
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, ModelFault, OutriderError, wrap_model_errors
@@ -36,7 +37,7 @@ UNTRAINED_PREFIX_NOTE = (
 )
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """A `Drafter` with `head`, and a drafter in the target's process.
 
     `note` is a note for users; `is_weak`: it says why few drafts will be accepted. `agreement`: how often the head
@@ -62,22 +63,13 @@ class HeadDrafter:
         self.kv_cache = make_kv_cache(head, cpu)
         self.calibration = Calibration()
 
-    def open(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        constraint: Constraint | None = None,
-        cached: int = 1,
-    ) -> TokenTree:
+    def make_tree(self, sampler: Sampler, draws: Draws | None) -> TokenTree:
         """Returns a tree that reads tokens when their features have arrived, and can grow once the first ones have."""
-        return self.tree(self.sampler(sampling, constraint), FeatureBuffer(self.context_length))
+        return self.tree(sampler, FeatureBuffer(self.context_length))
 
     def open_draft(self, sampling: SamplingParams, constraint: Constraint | None = None) -> HeadDraft:
         """Returns the draft of a text in the target's process, which collects the text's features."""
         return HeadDraft(self, self.sampler(sampling, constraint))
-
-    def sampler(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Sampler:
-        return Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
 
     def tree(
         self,
@@ -90,7 +82,7 @@ class HeadDrafter:
         kv_cache, size = self.kv_cache, self.context_length
         if isinstance(kv_cache, FeatureKVCache):
             return BlockTree(BlockKVRows(kv_cache, features), sampler, size, cache=cache)
-        if masks and isinstance(self.head, MaskedHead):
+        if masks and self.head.depth is not None:
             return MaskedTree(MaskedKVRows(kv_cache, features), sampler, size, cache=cache)
         return PairTree(PairKVRows(kv_cache, features), sampler, size, cache=cache)
 
@@ -199,8 +191,7 @@ class HeadDraft:
         """Returns how many of `depth` tokens it can draft; 0: none, as features are missing or it is closed."""
         if self._closed or not self.is_up_to_date:
             return 0
-        head = self._drafter.head
-        most = head.depth if isinstance(head, BlockHead | MaskedHead) else depth
+        most = self._drafter.head.depth or depth
         return max(0, min(depth, most, self._drafter.context_length - self._length))
 
     def continuation(self, depth: int) -> Steps[Continuation]:

@@ -6,24 +6,15 @@ begins, and which norms there are. Weights have speculators' names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.drafters.heads.checkpoint import (
-    HeadTarget,
-    Weights,
-    check_hidden_size,
-    check_mask_token,
-    config_errors,
-    load_head_weights,
-    parse_layer_sizes,
-    parse_taps,
-)
-from outrider.drafters.heads.head import MaskedHead, PairHead
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
+from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.layers import MLPS, Attention, DraftVocabulary, LayerSizes
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
@@ -81,7 +72,8 @@ class Eagle3Layer(nn.Module):  # type: ignore[misc]
 
 class Eagle3(PairHead):
     """`parts`: the names of its tensors, of which some are optional: its own embedding and output layer (else it uses
-    the target's), and norms of each tapped row before fusing (`fc_norm`) or of all as one (`input_norm`).
+    the target's), norms of each tapped row before fusing (`fc_norm`) or of all as one (`input_norm`), and P-EAGLE's
+    rows of a mask (`mask_hidden`; arXiv 2602.01469).
     """
 
     def __init__(
@@ -130,6 +122,10 @@ class Eagle3(PairHead):
         normed: mx.array = self.norm(hidden)
         return normed if self.config.norm_output else hidden
 
+    @property
+    def mask_feature(self) -> mx.array | None:
+        return self.fuse(self.mask_hidden[0]) if "mask_hidden" in self else None
+
     def decoder(self, target: DecoderLayers) -> DecoderLayers:
         table, output = self.get("embed_tokens", target.embedding), self.get("lm_head", target.output)
         return replace(
@@ -145,40 +141,29 @@ class Eagle3(PairHead):
         return (normed if self.config.norm_before_residual else "features"), both
 
 
-class PEagle(Eagle3, MaskedHead):
-    """P-EAGLE (arXiv 2602.01469): a learned vector replaces a feature that is not known.
-
-    `depth`: the number of tokens that it was trained to draft at once.
-    """
-
-    @property
-    def mask_feature(self) -> mx.array:
-        return self.fuse(self.mask_hidden[0])
-
-
-def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name: str = "the head") -> Eagle3:
-    """Returns the EAGLE-3 or P-EAGLE head with this config.json and these tensors, in SafeAI's, SpecForge's or
-    speculators' format. Converts conventions: layers are the target's outputs counted from 0, tokens are the target's.
+def build(published: HeadCheckpoint) -> Eagle3:
+    """Returns the EAGLE-3 or P-EAGLE head of a checkpoint in SafeAI's, SpecForge's or speculators' format. Converts
+    conventions: layers are the target's outputs counted from 0, tokens are the target's.
 
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
-    with config_errors("eagle3", config, weights, name):
-        weights = {_rename_tensor(key): value for key, value in weights.items()}
+    with published.config_errors("eagle3"):
+        weights = {_rename_tensor(key): value for key, value in published.weights.items()}
         for key in [key for key in weights if ".hidden_norm." in key and not key.startswith("layers.0.")]:
             weights.setdefault(key.replace(".hidden_", ".input_layer"), weights.pop(key))  # NVIDIA's, SGLang's name
-        d2t = weights.pop("d2t", None)
-        settings, count = _parse_config(config, weights, target.config, name)
-        vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
-        check_hidden_size(settings.target_hidden_size, target.config, name)
+        checkpoint = replace(published, weights=weights)
+        settings, count = _parse_config(checkpoint)
+        vocabulary = checkpoint.vocabulary(count)
+        checkpoint.check_hidden_size(settings.target_hidden_size)
         own = {"embed_tokens.weight", "lm_head.weight"} <= set(weights)
         if not own and settings.hidden_size != settings.target_hidden_size:
-            raise CannotDraft(f"{name} is narrower than the target; expected embed_tokens and lm_head in it")
-        head = (PEagle if "mask_hidden" in weights else Eagle3)(settings, target, vocabulary, weights)
-        if isinstance(head, PEagle):
+            raise CannotDraft(f"{checkpoint.name} is narrower than the target; expected embed_tokens and lm_head in it")
+        head = Eagle3(settings, checkpoint.target, vocabulary, weights)
+        if "mask_hidden" in weights:
             weights["mask_hidden"] = weights["mask_hidden"].reshape(1, 1, -1)
-            head.mask_token, head.depth = _parse_masks(config, target.vocab_size, name)
-        load_head_weights(head, weights, name)
+            head.mask_token, head.depth = _parse_masks(checkpoint)
+        checkpoint.load_into(head)
         return head
 
 
@@ -187,19 +172,18 @@ def _rename_tensor(key: str) -> str:
     return "layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key
 
 
-def _parse_config(
-    config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str
-) -> tuple[Eagle3Config, int]:
+def _parse_config(checkpoint: HeadCheckpoint) -> tuple[Eagle3Config, int]:
     """Returns sizes by the config, switches by the config or the weights present, and the head's vocabulary size."""
+    config = checkpoint.config
     layer = config.get("transformer_layer_config") or config
-    sizes = parse_layer_sizes(layer, weights, target)
-    layers = max(1, len({key.split(".")[1] for key in weights if key.startswith("layers.")}))
+    layers = max(1, len({key.split(".")[1] for key in checkpoint.weights if key.startswith("layers.")}))
     kinds = [*(layer.get("layer_types") or ()), *[""] * layers][:layers]
     nested = config.get("eagle_config") or {}
-    settings = Eagle3Config(
-        **asdict(sizes),
-        target_hidden_size=int(config.get("target_hidden_size") or sizes.hidden_size),
-        taps=_parse_tapped_layers(config, int(target["num_hidden_layers"]), name),
+    settings = checkpoint.sizes(
+        Eagle3Config,
+        layer,
+        target_hidden_size=config.get("target_hidden_size") or layer["hidden_size"],
+        taps=_parse_tapped_layers(checkpoint),
         windows=tuple(int(layer["sliding_window"]) if kind == "sliding_attention" else None for kind in kinds),
         norm_before_residual=bool(config.get("norm_before_residual", False)),
         norm_output=bool(config.get("norm_output") or nested.get("return_hidden_post_norm")),  # NVIDIA's name
@@ -207,23 +191,25 @@ def _parse_config(
     return settings, int(config.get("draft_vocab_size") or layer["vocab_size"])
 
 
-def _parse_masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple[int, int]:
+def _parse_masks(checkpoint: HeadCheckpoint) -> tuple[int, int]:
     """Returns P-EAGLE's mask token, and the number of tokens that it drafts at once."""
+    config = checkpoint.config
     places = [config, config.get("eagle_config") or {}]
     found = [place.get(key) for key in ("mask_token_id", "ptd_token_id", "pard_token") for place in places]
-    token = check_mask_token(next((token for token in found if token is not None), None), vocab_size, name)
+    token = checkpoint.check_mask_token(next((token for token in found if token is not None), None))
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return token, int(methods[0].get("speculative_tokens") or config.get("num_depths") or _DEFAULT_DEPTH)
 
 
-def _parse_tapped_layers(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
+def _parse_tapped_layers(checkpoint: HeadCheckpoint) -> tuple[int, ...]:
     """Returns the tapped layers, as outputs counted from 0.
 
     SpecForge's `eagle_config` and DeepSpec's `target_layer_ids` count in the same way. speculators' list counts inputs
     (its j is the output of j - 1), and NVIDIA's if it is there twice. The default is the three official layers.
     """
-    nested, key = config.get("eagle_config") or {}, "eagle_aux_hidden_state_layer_ids"
+    config, layers, key = checkpoint.config, checkpoint.target.layers, "eagle_aux_hidden_state_layer_ids"
+    nested = config.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
         return ()
     lists = [(config.get(key), 1), (nested.get(key), 0), (config.get("target_layer_ids"), 0)]
-    return parse_taps(lists, (1, layers // 2 - 1, layers - 4), layers, name)
+    return checkpoint.taps(lists, (1, layers // 2 - 1, layers - 4))

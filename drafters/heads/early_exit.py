@@ -15,33 +15,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 
-from outrider.drafters.heads.checkpoint import (
-    HeadTarget,
-    Layer,
-    config_errors,
-    find_target_mismatch,
-    load_head_weights,
-    read_weights,
-)
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Layer, find_target_mismatch
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.kv_rows import LazyBool, are_finite
 from outrider.drafters.heads.trees import HeadTree
 from outrider.engine.flat import FlatSequence
-from outrider.engine.hidden_states import (
-    FirstLayers,
-    HiddenStatePoints,
-    HiddenStates,
-    find_backbone,
-    find_final_norm,
-)
+from outrider.engine.hidden_states import FirstLayers, HiddenStatePoints, HiddenStates, find_backbone, find_final_norm
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache
 from outrider.engine.kv_rows import KVRows, NewRows
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
-from outrider.protocol.digest import read_json
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import text_config
 from outrider.protocol.sampling import SamplingParams
@@ -238,12 +224,12 @@ def _load_best_exit(target: LoadedModel, count: int) -> ExitDrafter:
 
 
 def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
-    name, config, weights = str(folder), read_json(folder / "config.json"), read_weights(folder)
-    with config_errors("early-exit", config, weights, name):
-        settings = msgspec.convert(config, AdapterConfig, strict=False)
+    name, checkpoint = str(folder), HeadCheckpoint.read(folder, HeadTarget.of(target))
+    with checkpoint.config_errors("early-exit"):
+        settings = msgspec.convert(checkpoint.config, AdapterConfig, strict=False)
         _check_target(settings, target, count, name)
         adapter = ExitAdapter(settings)
-        load_head_weights(adapter, weights, name)
+        checkpoint.load_into(adapter)
     exit = _make_exit(target, settings.exit_layer, adapter)
     (agreement,) = measure_agreements(target, [exit]).values()
     other = find_target_mismatch(folder, target.folder)

@@ -24,12 +24,15 @@ class HeadModule(nn.Module):  # type: ignore[misc]
     """Shapes: T pairs, R rows, W the width of features, H that of the head, V the target's vocabulary.
 
     `points`: where the target is tapped. `reach`: the number of newest pairs that the draft depends on; None: all.
+    `depth`: how many tokens it drafts at once, with masks in the places of unknown ones; None: one after another.
     A head with an output layer of its own names it `lm_head`; others need the target's, which ranks have in parts.
     """
 
     points: HiddenStatePoints
     context_length: int
     reach: int | None = None
+    depth: int | None = None
+    mask_token: int
 
     @property
     def weight_bytes(self) -> int:
@@ -74,10 +77,16 @@ class HeadModule(nn.Module):  # type: ignore[misc]
 
 
 class PairHead(HeadModule):
-    """Computes a hidden vector for each pair, and drafts one token after its last pair. Continues with its own vector
-    in place of the feature that is not known yet. `together`: one forward may hold several texts."""
+    """Computes a hidden vector for each pair, and drafts one token after its last pair, and one after each pair of a
+    mask if it has a `depth`. `together`: one forward may hold several texts."""
 
     together = True
+
+    @property
+    def mask_feature(self) -> mx.array | None:
+        """The learned feature [1, W] of a mask, which also replaces any feature that is not known; None: the head
+        continues with its own vector instead."""
+        return None
 
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
         """Returns the hidden vectors [1, T, H] of pairs: tokens [1, T], features [1, T, W]."""
@@ -88,31 +97,15 @@ class PairHead(HeadModule):
         raise NotImplementedError
 
 
-class MaskedHead(PairHead):
-    """Drafts up to `depth` tokens at once: one after its last pair, one after each pair of a mask.
-
-    The learned feature of a mask also replaces any feature that is not known.
-    """
-
-    depth: int
-    mask_token: int
-
-    @property
-    def mask_feature(self) -> mx.array:
-        """The feature [1, W] of a mask."""
-        raise NotImplementedError
-
-
 class BlockHead(HeadModule):
-    """Reads features only. Drafts up to `depth` tokens at once, as a block of masks after the last token, which follows
-    the features of all tokens before it. The rows of a block all see each other.
+    """Reads features only. Drafts a block of masks after the last token, which follows the features of all tokens
+    before it. The rows of a block all see each other.
 
     `from_anchor`: the block's first row, the last token's, drafts the first token; else the mask after it does.
     `sees_prefixes`: it was trained to continue after tokens of a block whose features are not known.
     """
 
     depth: int
-    mask_token: int
     from_anchor: bool
     sees_prefixes: bool
 

@@ -15,7 +15,7 @@ from weakref import finalize
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, MaskedHead
+from outrider.drafters.heads.head import NOT_FINITE_MESSAGE
 from outrider.drafters.heads.layers import BlockLink
 from outrider.drafters.heads.pair_kv_cache import (
     DraftBlock,
@@ -61,8 +61,8 @@ class PairKVRows(FeatureKVRows):
 
     def __init__(self, kv_cache: PairKVCache, features: FeatureBuffer) -> None:
         super().__init__(kv_cache, features)
-        self._head, self.lazy = kv_cache.head, kv_cache.cpu is None
-        self._missing: Row | None = (self._head.mask_feature, 0) if isinstance(self._head, MaskedHead) else None
+        self.lazy, mask = kv_cache.cpu is None, kv_cache.head.mask_feature
+        self._missing: Row | None = None if mask is None else (mask, 0)
         self.restart_at(0)
 
     def restart_at(self, origin: int) -> None:
@@ -232,17 +232,9 @@ class BlockSlot:
         return self.block.position + self.index
 
 
-@dataclass(frozen=True, slots=True)
-class NewBlocks(NewRows):
-    """New tokens, and the slot after each: the first of a block that it opens, or the next in the block of the token
-    before.
-    """
-
-    slots: Sequence[BlockSlot] = ()
-
-    @property
-    def opened(self) -> list[DraftBlock]:
-        return [slot.block for slot in self.slots if slot.index == 0]
+def opened_blocks(new: NewRows) -> list[DraftBlock]:
+    """Returns the blocks that new tokens open: the first slot of each follows a token, others the slot before."""
+    return [slot.block for slot in new.slots if slot.index == 0]
 
 
 class SlotKVRows(FeatureKVRows):
@@ -279,7 +271,7 @@ class SlotKVRows(FeatureKVRows):
         row = 0
         for text, rows in zip(texts, new, strict=True):
             text._slots.update(enumerate(rows.slots, rows.start))
-            for block in rows.opened:
+            for block in opened_blocks(rows):
                 block.hidden, block.logits, block.row = hidden, logits, row
                 row += block.slots
         slots = [slot for rows in new for slot in rows.slots]
@@ -294,12 +286,12 @@ class MaskedKVRows(SlotKVRows, PairKVRows):
         """Implements `KVRows.forward`. A token that opens a block is the last of the committed text."""
         batch, nothing = PairBatch(), mx.zeros((0, 0))
         for text, rows in zip(texts, new, strict=True):
-            for row, slot in enumerate(rows.slots if isinstance(rows, NewBlocks) else ()):
-                if slot.index or not isinstance(text._head, MaskedHead) or text._missing is None:
+            for row, slot in enumerate(rows.slots):
+                if slot.index:
                     continue
                 text._add(batch, rows, range(row, row + 1))
                 masks = slot.block.slots - 1
-                batch.add(np.full(masks, text._head.mask_token, np.int32), [text._missing] * masks)
+                batch.add(np.full(masks, text.kv_cache.head.mask_token, np.int32), [text._missing] * masks)
                 batch.segments[-1] = replace(batch.segments[-1], count=batch.segments[-1].count + masks)
         found = batch.feed(texts[0].kv_cache) if batch.segments else (nothing, nothing)
         for text, rows in zip(texts, new, strict=True):
@@ -361,7 +353,7 @@ class BlockKVRows(SlotKVRows):
     def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
         """Implements `KVRows.forward`: reads the features that have arrived, then opens all blocks."""
         _read_waiting_features(texts)
-        opened = [(text, rows.opened) for text, rows in zip(texts, new, strict=True) if isinstance(rows, NewBlocks)]
+        opened = [(text, opened_blocks(rows)) for text, rows in zip(texts, new, strict=True)]
         blocks = [(text.sequence.row, text.feature_positions, own) for text, own in opened if own]
         nothing = mx.zeros((0, 0))
         found = texts[0].kv_cache.open_blocks(blocks) if blocks else (nothing, nothing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +12,6 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from outrider.engine.flat import FlatCache, attention
 from outrider.engine.hidden_states import scatter_logits
-from outrider.protocol.errors import CannotDraft
 
 LINK_CANDIDATES = 16
 MLPS = {"silu": qwen3.MLP, "gelu_pytorch_tanh": gemma3_text.MLP}
@@ -23,7 +22,8 @@ MLPS = {"silu": qwen3.MLP, "gelu_pytorch_tanh": gemma3_text.MLP}
 class LayerSizes:
     """Sizes and switches of a head's transformer layers, by the names of Llama's and Qwen3's configs.
 
-    `rotary_share`: the part of the channels that the rope rotates; `interleaved`: neighbours. `biases`: of "qkvo".
+    `partial_rotary_factor`: the part of the channels that the rope rotates; `is_neox_style`: by halves, not neighbours.
+    `biases`: of "qkvo".
     """
 
     hidden_size: int
@@ -34,9 +34,9 @@ class LayerSizes:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
-    rotary_share: float = 1.0
-    interleaved: bool = False
-    context_length: int = 2048
+    partial_rotary_factor: float = 1.0
+    is_neox_style: bool = True
+    context_length: int = 32768
     hidden_act: str = "silu"
     qk_norm: bool = False
     biases: str = ""
@@ -56,10 +56,8 @@ class Attention(nn.Module):  # type: ignore[misc]
         if sizes.qk_norm:
             self.q_norm = nn.RMSNorm(self._dim, eps=sizes.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self._dim, eps=sizes.rms_norm_eps)
-        rotated = int(self._dim * sizes.rotary_share)
-        self.rope = initialize_rope(
-            rotated, sizes.rope_theta, sizes.interleaved, sizes.rope_scaling, sizes.context_length
-        )
+        rotated, interleaved = int(self._dim * sizes.partial_rotary_factor), not sizes.is_neox_style
+        self.rope = initialize_rope(rotated, sizes.rope_theta, interleaved, sizes.rope_scaling, sizes.context_length)
 
     def __call__(self, x: mx.array, mask: Any, cache: FlatCache) -> mx.array:
         queries = self.rope(self._by_head(self.q_proj(x), self.n_heads, "q_norm"), offset=cache.offset)
@@ -91,23 +89,7 @@ class DraftVocabulary:
     numbers: mx.array | None = None
 
     @classmethod
-    def read(cls, d2t: mx.array | None, count: int, size: int, name: str) -> DraftVocabulary:
-        """Returns the vocabulary by `d2t` [count], the offset of each id. Raises CannotDraft if it is for another
-        target."""
-        if d2t is None or (count == size and not d2t.any().item()):
-            if count > size:
-                raise CannotDraft(f"{name} has {count} tokens and this target {size}; expected a head for this target")
-            return cls(size) if count == size else cls._of(size, mx.arange(count))
-        if d2t.shape != (count,):
-            raise CannotDraft(f"{name} maps {d2t.shape} tokens and its config says {count}; download the head again")
-        ids = mx.arange(count) + d2t.astype(mx.int32)
-        listed = cast("list[int]", ids.tolist())
-        if min(listed) < 0 or max(listed) >= size:
-            raise CannotDraft(f"{name} has tokens beyond this target's {size}; expected a head for its vocabulary")
-        return cls._of(size, ids)
-
-    @classmethod
-    def _of(cls, size: int, ids: mx.array) -> DraftVocabulary:
+    def of(cls, size: int, ids: mx.array) -> DraftVocabulary:
         numbers = mx.zeros((size,), mx.int32)
         numbers[ids] = mx.arange(ids.shape[0])
         return cls(size, ids, numbers)

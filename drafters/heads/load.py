@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.heads import early_exit
-from outrider.drafters.heads.checkpoint import HeadTarget, find_target_mismatch, read_weights
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, find_target_mismatch
 from outrider.drafters.heads.drafter import HeadDrafter, make_for_draft_worker
 from outrider.drafters.heads.head import BlockHead, Head
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, HeadKVCache, PairKVCache, make_kv_cache
@@ -24,7 +23,7 @@ from outrider.engine.loading import LoadedModel, find_model_folder, load_lazily
 from outrider.engine.ort.check import check_logits, is_enabled
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.layers import DecoderLayers, Ints
-from outrider.protocol.digest import model_digest, read_json
+from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import CannotDraft, ModelError, OutriderError, first_line, wrap_model_errors
 from outrider.protocol.heads import TARGET_HEADS
 
@@ -42,14 +41,16 @@ def read_head(kind: str, path: str, model: LoadedModel, progress: Callable[[str]
     Raises:
         CannotDraft: there is none, or it can't draft for this target.
     """
-    with _errors_as_cannot_draft(f"loading the head {path}"):
-        folder = find_model_folder(path)
-        progress(f"loading {path}")
-        module = import_module(f"outrider.drafters.heads.{kind}")  # not each one, as mtp imports many models
-        if kind == "mtp":
-            return cast("Head", module.read_head(folder, model))
-        config = read_json(folder / "config.json")
-        return cast("Head", module.build(config, read_weights(folder), HeadTarget.of(model), str(folder)))
+    try:
+        with wrap_model_errors(f"loading the head {path}"):
+            folder = find_model_folder(path)
+            progress(f"loading {path}")
+            module = import_module(f"outrider.drafters.heads.{kind}")  # not each one, as mtp imports many models
+            if kind == "mtp":
+                return cast("Head", module.read_head(folder, model))
+            return cast("Head", module.build(HeadCheckpoint.read(folder, HeadTarget.of(model))))
+    except OutriderError as error:
+        raise CannotDraft(str(error)) from error
 
 
 def load(
@@ -61,20 +62,20 @@ def load(
     ranks, and one that needs the target's output layer is refused, because each rank has a part of it.
 
     Raises:
-        CannotDraft: there is none, or it can't draft for this target.
+        ModelError: there is none, or it can't draft for this target.
     """
     refused = not unsharded and kind in ("dflash", *TARGET_HEADS)
     head = None if refused or kind == "early-exit" else read_head(kind, path, model, progress)
     if not unsharded and (head is None or "lm_head" not in head):
         raise CannotDraft(f"{kind} needs the target's whole output layer; use it without shards, or use eagle3")
     if head is None:
-        with _errors_as_cannot_draft(f"loading the head {path}"):
+        with wrap_model_errors(f"loading the head {path}"):
             return early_exit.load(find_model_folder(path), model)
     warning, agrees, cpu = "", None, None
     if unsharded:
         cpu = make_ort_forward(head, model)
         progress("testing the head with the target")
-        with _errors_as_cannot_draft(f"trying the head {path}"):
+        with wrap_model_errors(f"trying the head {path}"):
             trial = measure_agreement(head, model, cpu)
             warnings = filter(None, (find_target_mismatch(find_model_folder(path), model.folder), trial.warning))
             warning, agrees = "; ".join(warnings), trial.own
@@ -103,16 +104,6 @@ def load_for_draft_worker(kind: str, path: str, target: str, progress: Callable[
 def feature_source(head: Head, folder: Path, target: Path) -> str:
     """Returns the source of the features: the head, the target and the taps, which must be equal on both sides."""
     return f"head {model_digest(folder)} at {','.join(map(str, head.points.keys))} of {model_digest(target)}"
-
-
-@contextmanager
-def _errors_as_cannot_draft(action: str) -> Iterator[None]:
-    """Converts any error into CannotDraft."""
-    try:
-        with wrap_model_errors(action):
-            yield
-    except OutriderError as error:
-        raise CannotDraft(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
-from outrider.drafters.heads.checkpoint import HeadTarget, Weights, check_not_quantized, load_head_weights, read_weights
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Weights, read_weights
 from outrider.drafters.heads.head import PairHead
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
@@ -223,15 +223,15 @@ def read_head(folder: Path, target: LoadedModel) -> Mtp:
         CannotDraft: there is none, it is not complete, or the target's family is not supported.
     """
     family, own = select_family(target), HeadTarget.of(target)
-    weights = read_weights(folder, family.prefix)
-    check_not_quantized({}, weights, str(folder))
+    published = HeadCheckpoint({}, read_weights(folder, family.prefix), own, str(folder))
+    published.check_not_quantized()
     try:
-        weights = _drop_copies(family.rename(weights), own)
+        weights = _drop_copies(family.rename(published.weights), own)
     except (KeyError, ValueError, IndexError) as error:
         raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
     args: Any = getattr(target.model, "language_model", target.model).args
     head = Mtp(args.hidden_size, args.rms_norm_eps, family.block, own, weights, family.together)
-    load_head_weights(head, weights, str(folder), family.exact)
+    replace(published, weights=weights).load_into(head, family.exact)
     return head
 
 

@@ -7,7 +7,6 @@ Apple's checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 
-from outrider.drafters.heads.checkpoint import (
-    HeadTarget,
-    Layer,
-    Weights,
-    check_hidden_size,
-    config_errors,
-    load_head_weights,
-)
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, Layer
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.layers import DraftVocabulary
 from outrider.engine.flat import FlatCache
@@ -88,16 +80,15 @@ class Redrafter(PairHead):
         return hidden
 
 
-def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name: str = "the head") -> Redrafter:
-    """Returns the head with this config.json and these tensors, in the format of Apple's trainers.
+def build(checkpoint: HeadCheckpoint) -> Redrafter:
+    """Returns the head of a checkpoint in the format of Apple's trainers.
 
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
-    with config_errors("redrafter", config, weights, name):
-        settings = msgspec.convert(config, RedrafterConfig, strict=False)
-        check_hidden_size(settings.hidden_size, target.config, name)
-        vocabulary = DraftVocabulary.read(None, settings.vocab_size, target.vocab_size, name)
-        head = Redrafter(settings, target.embed, vocabulary, target.context_length)
-        load_head_weights(head, weights, name)
+    with checkpoint.config_errors("redrafter"):
+        settings, target = msgspec.convert(checkpoint.config, RedrafterConfig, strict=False), checkpoint.target
+        checkpoint.check_hidden_size(settings.hidden_size)
+        head = Redrafter(settings, target.embed, checkpoint.vocabulary(settings.vocab_size), target.context_length)
+        checkpoint.load_into(head)
         return head

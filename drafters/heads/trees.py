@@ -20,12 +20,13 @@ from outrider.drafters.heads.kv_rows import (
     BlockSlot,
     LazyBool,
     MaskedKVRows,
-    NewBlocks,
     PairKVRows,
     gather,
+    opened_blocks,
 )
 from outrider.drafters.heads.layers import LINK_CANDIDATES, BlockLink
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureBuffer, SavedPairs
+from outrider.engine.kv_rows import NewRows
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import CandidateStep, Step, make_step
@@ -147,9 +148,7 @@ class SlotTree(HeadTree):
     def begin(self, feed: TreeFeed) -> TreeInput:
         slots = self._slots(feed)
         growth = super().begin(feed)
-        new = growth.new
-        blocks = NewBlocks(new.tokens, new.start, new.positions, new.seen, new.parents, slots)
-        return replace(growth, new=blocks)
+        return replace(growth, new=replace(growth.new, slots=slots))
 
     def _slots(self, feed: TreeFeed) -> list[BlockSlot]:
         """Returns the slot after each token: the next one of its parent's block, or the first of its own."""
@@ -174,20 +173,18 @@ class SlotTree(HeadTree):
     def score_rows(self, begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
         """All slots of a block are scored when it is opened, unless penalties or a grammar make scores depend on the
         tokens before."""
-        new = [(growth.metadata.sampler, growth.new) for growth in begun if isinstance(growth.new, NewBlocks)]
+        new = [growth.new for growth in begun]
         if self._sampler.needs_history:
             found = super().score_rows(begun, logits)
         else:
-            _score_blocks([(sampler, block) for sampler, rows in new for block in rows.opened])
-            slots = [slot for _, rows in new for slot in rows.slots]
-            found = [(slot.block.step, slot.block.first + slot.index) for slot in slots if slot.block.step is not None]
+            _score_blocks([(own.metadata.sampler, block) for own in begun for block in opened_blocks(own.new)])
+            blocks = [(slot.block, slot.index) for rows in new for slot in rows.slots]
+            found = [(block.step, block.first + index) for block, index in blocks]
         link: BlockLink | None = self.kv_rows.link
-        if link is None:
-            return found
-        return self._rescore_by_link(link, [rows for _, rows in new], found)
+        return found if link is None else self._rescore_by_link(link, new, found)
 
     def _rescore_by_link(
-        self, link: BlockLink, new: Sequence[NewBlocks], steps: Sequence[tuple[Step, int]]
+        self, link: BlockLink, new: Sequence[NewRows], steps: Sequence[tuple[Step, int]]
     ) -> list[tuple[Step, int]]:
         """Rescores the best candidates of each slot by the token before it."""
         slots = [slot for rows in new for slot in rows.slots]

@@ -19,7 +19,6 @@ import os
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,16 +36,9 @@ _MAP_FIXED = 0x10
 _PAGE_BYTES = mmap.PAGESIZE
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A product's pages: their offsets in the files of packed weights and of biases, and their size in bytes.
-
-    Products may share a page, of which all copies are equal.
-    """
-
-    source: int
-    place: int
-    length: int
+Run = tuple[int, int, int]
+"""A product's pages: their offsets in the files of packed weights and of biases, and their size in bytes. Products may
+share a page, of which all copies are equal."""
 
 
 def has_biases(folder: Path) -> bool:
@@ -81,13 +73,13 @@ def write(graph: Path, weights: Path, biases: Mapping[str, tuple[Array, Array]])
             raise ModelError("its packed weights have no place for exact biases")
         pages = _pages(*(begin + byte for byte in replaced))
         places.add((pages.start, pages.stop))
-    runs = list[_Run]()
+    runs = list[Run]()
     with open(graph.parent / _PAGES_FILE, "wb") as file:
         for first, stop in sorted(places):
-            run = _Run(first * _PAGE_BYTES, file.tell(), (stop - first) * _PAGE_BYTES)
-            file.write(content[run.source : run.source + run.length].tobytes().ljust(run.length, b"\0"))
-            runs.append(run)
-    index = {"sha256": file_hash(graph.parent / _PAGES_FILE), "runs": [astuple(run) for run in runs]}
+            source, length = first * _PAGE_BYTES, (stop - first) * _PAGE_BYTES
+            runs.append((source, file.tell(), length))
+            file.write(content[source : source + length].tobytes().ljust(length, b"\0"))
+    index = {"sha256": file_hash(graph.parent / _PAGES_FILE), "runs": runs}
     (graph.parent / _INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
 
 
@@ -99,16 +91,16 @@ def apply(folder: Path, weights: Path) -> None:
     """
     try:
         index = json.loads((folder / _INDEX_FILE).read_text(encoding="utf-8"))
-        runs = [_Run(*map(int, run)) for run in index["runs"]]
+        runs: list[Run] = [(int(source), int(place), int(length)) for source, place, length in index["runs"]]
         if file_hash(folder / _PAGES_FILE) != index["sha256"]:
             raise ModelError("its file of biases is damaged")
-        begins, ends = [run.source for run in runs], [run.source + run.length for run in runs]
+        begins, ends = [source for source, _, _ in runs], [source + length for source, _, length in runs]
         missing = {page for begin, end in zip(begins, ends, strict=True) for page in _pages(begin, end)}
         with open(folder / _PAGES_FILE, "rb") as file:
             for address, start, stop in _mappings(weights):
-                for run in runs[bisect_right(ends, start) : bisect_left(begins, stop)]:
-                    first, end = max(start, run.source), min(stop, run.source + run.length)
-                    _map_over(address + first - start, end - first, file.fileno(), run.place + first - run.source)
+                for source, place, length in runs[bisect_right(ends, start) : bisect_left(begins, stop)]:
+                    first, end = max(start, source), min(stop, source + length)
+                    _map_over(address + first - start, end - first, file.fileno(), place + first - source)
                     missing.difference_update(_pages(first, end))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"its file of biases can't be used: {error}") from error

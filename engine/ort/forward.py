@@ -62,14 +62,12 @@ class Embedding:
     def __call__(self, tokens: Ints) -> Array:
         """Returns the rows [T, H] of tokens [T]."""
         rows = self._read(tokens)
-        rows = self._dequantise(rows) if self._groups else rows.view(np.float32)
+        if self._groups:
+            q, *parts = np.split(rows, (self._level_bytes, self._level_bytes + 4 * self._groups), axis=1)
+            scales, biases = (np.ascontiguousarray(part).view(np.float32) for part in parts)
+            rows = dequantise(q, scales, biases, self._bits)
+        rows = rows.view(np.float32)
         return rows * self._factor if self._factor != 1 else rows
-
-    def _dequantise(self, stored: Array) -> Array:
-        split = self._level_bytes, self._level_bytes + 4 * self._groups
-        q, *parts = np.split(stored, split, axis=1)
-        scales, biases = (np.ascontiguousarray(part).view(np.float32) for part in parts)
-        return dequantise(q, scales, biases, self._bits)
 
     def _read(self, tokens: Ints) -> Array:
         """Returns the rows [T, size of a row] of tokens [T]."""
@@ -115,8 +113,11 @@ class OrtForward:
 
     def __init__(self, decoder: DecoderLayers, cached: CachedGraph | None = None, per_token: bool = False) -> None:
         """Opens the sessions. `per_token`: see `graph.build`. Raises ModelError if these modules can't be computed."""
-        layout = Layout.of(decoder)
-        self._sessions = Sessions.open(partial(_build, decoder, layout, per_token), cached)
+        try:
+            layout = Layout.of(decoder)
+            self._sessions = Sessions.open(partial(_build, decoder, layout, per_token), cached)
+        except (AttributeError, TypeError, KeyError, ValueError) as error:  # its modules have another structure
+            raise ModelError(f"ONNX Runtime can't compute this model: {error}") from error
         self._core_choice = CoreChoice()
         self._layout, self.shapes, self.kv_dtype = layout, layout.shapes, layout.kv_dtype
         self.quantised, self.width = layout.quantised, layout.width

@@ -17,16 +17,8 @@ import mlx.nn as nn
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
-from outrider.engine.ort.layers import (
-    Array,
-    DecoderLayers,
-    LayerShape,
-    Layout,
-    as_model_error,
-    dequantise,
-    levels,
-    to_numpy,
-)
+from outrider.engine.ort.layers import Array, DecoderLayers, LayerShape, Layout, dequantise, levels, to_numpy
+from outrider.protocol.errors import ModelError
 
 _MICROSOFT_DOMAIN = "com.microsoft"
 _MICROSOFT_OPS = (
@@ -82,7 +74,7 @@ class Affine:
     @classmethod
     def of(cls, layer: nn.Module) -> Affine:
         if getattr(layer, "mode", "affine") != "affine":
-            raise TypeError(f"weights of {layer.bits} bits ({layer.mode}) are not supported")
+            raise ModelError(f"weights of {layer.bits} bits ({layer.mode}) are not supported")
         q, bits = levels(layer)
         parts = max(1, int(layer.group_size) // _GROUP_SIZE)
         return cls(q, np.repeat(to_numpy(layer.scales), parts, 1), np.repeat(to_numpy(layer.biases), parts, 1), bits)
@@ -163,7 +155,7 @@ class Builder:
             else:
                 product = self.op("MatMul", x, self.weight(dense.T))
         else:
-            raise TypeError(f"layers of kind {type(first).__name__} are not supported")
+            raise ModelError(f"layers of kind {type(first).__name__} are not supported")
         if "bias" not in first:
             return product
         return self.op("Add", product, self.weight(np.concatenate([to_numpy(layer.bias) for layer in layers])))
@@ -239,7 +231,6 @@ class Builder:
         return self.op("BranchwiseRMSNorm", x, self.weight(weight), num_branches=heads, epsilon=eps)
 
 
-@as_model_error()
 def build(decoder: DecoderLayers, layout: Layout, exact: bool = False, per_token: bool = False) -> Graph:
     """Builds the graph of modules from their weights, which are rounded in groups, or else `per_token`.
 
@@ -304,12 +295,9 @@ def _attention(
 def _mlp(b: Builder, x: str, mlp: nn.Module, number: int, gelu: bool) -> str:
     """Adds the MLP of normed x [T, H], gated by SiLU, or by GELU."""
     up = b.linear(x, [mlp.gate_up_proj] if "gate_up_proj" in mlp else [mlp.gate_proj, mlp.up_proj])
-    b.op("Split", up, outputs=[f"gate_{number}", f"up_{number}"], axis=-1, num_outputs=2)
-    if gelu:
-        gate = b.op("Gelu", f"gate_{number}", approximate="tanh")
-    else:
-        gate = b.op("QuickGelu", f"gate_{number}", alpha=1.0)
-    return b.linear(b.op("Mul", gate, f"up_{number}"), [mlp.down_proj])
+    gate = b.op("Split", up, outputs=[f"gate_{number}", f"up_{number}"], axis=-1, num_outputs=2)
+    activated = b.op("Gelu", gate, approximate="tanh") if gelu else b.op("QuickGelu", gate, alpha=1.0)
+    return b.linear(b.op("Mul", activated, f"up_{number}"), [mlp.down_proj])
 
 
 def _proto(b: Builder, layout: Layout, features: bool) -> bytes:
@@ -362,7 +350,7 @@ def _norm_parameters(layer: nn.Module) -> tuple[Array, float]:
     for factors in (weight, 1 + weight):
         if np.allclose(ones, factors, rtol=1e-2, atol=1e-3):
             return factors, eps
-    raise TypeError(f"{type(layer).__name__} is not a supported RMS norm")
+    raise ModelError(f"{type(layer).__name__} is not a supported RMS norm")
 
 
 def _rotate(rows: Array, block: int) -> Array:

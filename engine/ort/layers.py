@@ -5,8 +5,7 @@ Knows what `ort.graph` can build; that module imports onnx, which only the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,25 +78,24 @@ class DecoderLayers:
     @classmethod
     def of(cls, model: nn.Module, model_type: str) -> DecoderLayers:
         """Returns a model's modules. Raises ModelError: one of them can't be found."""
-        with as_model_error():
-            backbone, layers = find_backbone(model)
-            windows = [window_of(cache) for cache in make_prompt_cache(model)]
-            if sum(getattr(layer, "use_sliding", False) for layer in layers) > sum(map(bool, windows)):
-                raise TypeError("it has layers with a window, but their caches keep all tokens")
-            if len(windows) != len(layers):
-                raise TypeError(f"its {len(layers)} layers have {len(windows)} caches")
-            norm, table = find_final_norm(backbone), find_embedding(backbone)
-            own, tokens = find_lm_head(model), None
-            output = table if own is None else own
-            vocab_size = int(output.vocab_size if isinstance(output, ReducedLMHead) else output.weight.shape[0])
-            if isinstance(output, ReducedLMHead):
-                output, tokens = output.rows, output.tokens
-            factor = getattr(backbone, "embedding_multiplier", 1.0)  # this and the next two: Granite's
-            residual_factor = getattr(layers[0], "residual_multiplier", 1.0)
-            output_factor = 1.0 / getattr(model, "logits_scaling", 1.0)
-            if model_type.startswith("gemma3"):
-                factor = mx.array(int(norm.weight.size) ** 0.5, mx.bfloat16).astype(mx.float32).item()
-            return cls(layers, windows, table, norm, output, vocab_size, tokens, factor, residual_factor, output_factor)
+        backbone, layers = find_backbone(model)
+        windows = [window_of(cache) for cache in make_prompt_cache(model)]
+        if sum(getattr(layer, "use_sliding", False) for layer in layers) > sum(map(bool, windows)):
+            raise ModelError("it has layers with a window, but their caches keep all tokens")
+        if len(windows) != len(layers):
+            raise ModelError(f"its {len(layers)} layers have {len(windows)} caches")
+        norm, table = find_final_norm(backbone), find_embedding(backbone)
+        own, tokens = find_lm_head(model), None
+        output = table if own is None else own
+        vocab_size = int(output.vocab_size if isinstance(output, ReducedLMHead) else output.weight.shape[0])
+        if isinstance(output, ReducedLMHead):
+            output, tokens = output.rows, output.tokens
+        factor = getattr(backbone, "embedding_multiplier", 1.0)  # this and the next two: Granite's
+        residual_factor = getattr(layers[0], "residual_multiplier", 1.0)
+        output_factor = 1.0 / getattr(model, "logits_scaling", 1.0)
+        if model_type.startswith("gemma3"):
+            factor = mx.array(int(norm.weight.size) ** 0.5, mx.bfloat16).astype(mx.float32).item()
+        return cls(layers, windows, table, norm, output, vocab_size, tokens, factor, residual_factor, output_factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,41 +119,31 @@ class Layout:
         Raises:
             ModelError: a layer is not supported.
         """
-        with as_model_error():
-            attentions = [layer.self_attn for layer in decoder.layers]
-            shapes = [LayerShape.of(own, window) for own, window in zip(attentions, decoder.windows, strict=True)]
-            heads = {(int(own.n_heads), shape.kv_heads) for own, shape in zip(attentions, shapes, strict=True)}
-            if len(heads) > 1:
-                raise TypeError("layers with different numbers of heads are not supported")
-            if uneven := [shape.width for shape in shapes if shape.width % _HEAD_WIDTH_STEP]:
-                raise TypeError(f"heads of width {uneven[0]} are not supported, only multiples of {_HEAD_WIDTH_STEP}")
-            used = [(_rope_signature(own.rope), shape.width) for own, shape in zip(attentions, shapes, strict=True)]
-            known = list(dict.fromkeys(used))
-            ropes = [(attentions[used.index(key)].rope, key[1]) for key in known]
-            for rope, width in ropes:
-                check_rope(rope, width)
-            angles = [known.index(key) for key in used]
-            masks = list(dict.fromkeys(decoder.windows))
-            parts = [decoder.output, *(part for layer in decoder.layers for part in layer.modules())]
-            kinds = nn.QuantizedLinear | nn.QuantizedEmbedding
-            quantised = decoder.rounded or any(isinstance(part, kinds) for part in parts)
-            hidden, outputs = int(decoder.norm.weight.size), int(decoder.output.weight.shape[0])
-            return cls(shapes, heads.pop(), angles, ropes, masks, quantised, hidden, outputs)
+        attentions = [layer.self_attn for layer in decoder.layers]
+        shapes = [LayerShape.of(own, window) for own, window in zip(attentions, decoder.windows, strict=True)]
+        heads = {(int(own.n_heads), shape.kv_heads) for own, shape in zip(attentions, shapes, strict=True)}
+        if len(heads) > 1:
+            raise ModelError("layers with different numbers of heads are not supported")
+        if uneven := [shape.width for shape in shapes if shape.width % _HEAD_WIDTH_STEP]:
+            raise ModelError(f"heads of width {uneven[0]} are not supported, only multiples of {_HEAD_WIDTH_STEP}")
+        used = [(_rope_signature(own.rope), shape.width) for own, shape in zip(attentions, shapes, strict=True)]
+        known = list(dict.fromkeys(used))
+        ropes = [(attentions[used.index(key)].rope, key[1]) for key in known]
+        for rope, width in ropes:
+            check_rope(rope, width)
+        angles = [known.index(key) for key in used]
+        masks = list(dict.fromkeys(decoder.windows))
+        parts = [decoder.output, *(part for layer in decoder.layers for part in layer.modules())]
+        kinds = nn.QuantizedLinear | nn.QuantizedEmbedding
+        quantised = decoder.rounded or any(isinstance(part, kinds) for part in parts)
+        hidden, outputs = int(decoder.norm.weight.size), int(decoder.output.weight.shape[0])
+        return cls(shapes, heads.pop(), angles, ropes, masks, quantised, hidden, outputs)
 
     @property
     def kv_dtype(self) -> np.dtype[Any]:
         """The format of keys, values, angles and masks: float16 for a quantised model, which rounds activations more
         than that, else float32."""
         return np.dtype(np.float16 if self.quantised else np.float32)
-
-
-@contextmanager
-def as_model_error() -> Iterator[None]:
-    """Turns the errors that an unsupported model causes, such as missing attributes, into ModelError."""
-    try:
-        yield
-    except (AttributeError, TypeError, KeyError, ValueError) as error:
-        raise ModelError(f"ONNX Runtime can't compute this model: {error}") from error
 
 
 def levels(layer: nn.Module) -> tuple[Array, int]:
@@ -190,7 +178,7 @@ def rope_angles(rope: nn.Module, width: int, count: int) -> Array:
 
 
 def check_rope(rope: nn.Module, width: int) -> None:
-    """Raises TypeError unless the rope rotates dimension i with i + `width` / 2, by an angle of the position alone."""
+    """Raises ModelError unless the rope rotates dimension i with i + `width` / 2, by an angle of the position alone."""
     angles = rope_angles(rope, width, max(_PROBED_POSITIONS) + 1)
     x = np.random.default_rng(0).standard_normal(width).astype(np.float32)
     first, second = np.split(x, 2)
@@ -199,7 +187,7 @@ def check_rope(rope: nn.Module, width: int) -> None:
         turned = np.concatenate([first * cos - second * sin, first * sin + second * cos])
         actual = np.array(rope(mx.array(x)[None, None, None], offset=position)).ravel()
         if "Dynamic" in type(rope).__name__ or not np.allclose(turned, actual, rtol=1e-4, atol=1e-4):
-            raise TypeError("its rope can't be tabulated for whole heads")  # Dynamic: also by the text's length
+            raise ModelError("its rope can't be tabulated for whole heads")  # Dynamic: also by the text's length
 
 
 def _rope_signature(rope: nn.Module) -> Any:

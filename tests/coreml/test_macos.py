@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.drafters.coreml import runtimes, trial
 from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLKVRows, PackageHost, PackageReader
-from outrider.drafters.coreml.runtimes import CoreMLRuntime, Runtime
+from outrider.drafters.coreml.runtimes import CoreMLRuntime
 from outrider.drafters.coreml.trial import agreement
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Converted
@@ -25,7 +25,7 @@ pytestmark = [
 MODES = ["stateless", "hybrid", "onehot"]
 
 
-def logits(made: Converted, runtime: Runtime, text: list[int]) -> NDArray[np.float32]:
+def logits(made: Converted, runtime: CoreMLRuntime, text: list[int]) -> NDArray[np.float32]:
     """The package's logits for all tokens from the 41st on; its functions take turns on one cache."""
     host, rows, turn = PackageHost(made.package, runtime), [], 0
     kv_rows = CoreMLKVRows(host)
@@ -105,7 +105,7 @@ def test_prompts_read_on_the_cpu_match_those_of_the_interpreter(
 ) -> None:
     package = converted("qwen2", mode=mode).package
     runtimes = (CoreMLRuntime(package, "CPU_ONLY", ["prefill64"]), NumpyRuntime(package.path))
-    found, expected = (list(PackageReader(package, runtime, 1).read(text[:150])) for runtime in runtimes)
+    found, expected = (list(PackageReader(package, runtime, 1)(text[:150])) for runtime in runtimes)
     for one, other in zip(found, expected, strict=True):
         for a, b in ((one.keys, other.keys), (one.values, other.values)):
             assert np.abs(a - b).max() <= 0.1 * b.std()

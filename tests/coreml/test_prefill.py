@@ -70,7 +70,7 @@ def test_mlx_continues_from_the_keys_and_values_of_the_package(
     model, prompt, rest = made.mlx(), text[:150], text[150 : 150 + STEPS]
     exact = made.mlx_logits(text)[150 : 150 + STEPS]
     caches, counts = make_prompt_cache(model), list[int]()
-    for read in reader_of(made).read(prompt):
+    for read in reader_of(made)(prompt):
         counts.append(read[0][0].shape[2])
         for cache, (keys, values) in zip(caches, read, strict=True):
             cache.update_and_fetch(keys, values)
@@ -115,14 +115,15 @@ def test_keys_are_converted_to_the_number_format_of_the_model(
     model = load(made.model_path)
     model.model.set_dtype(mx.bfloat16)
     kv_rows = DenseKVRows(replace(model, cpu=None))
-    (read,) = reader_of(made).read(text[:10])
+    (read,) = reader_of(made)(text[:10])
     kv_rows.adopt(0, read)
     assert {cache.keys.dtype for cache in kv_rows.rows._layers if cache.keys is not None} == {mx.bfloat16}
 
 
 def test_short_prompts_are_left_to_the_model(converted: Callable[..., Converted], text: list[int]) -> None:
     reader = reader_of(converted("llama"), least=100)
-    assert [reader.readable(count) for count in (0, 1, 99, 100, 200, 300)] == [0, 0, 0, 100, 200, 256]
+    read = [sum(piece[0][0].shape[2] for piece in reader((text * 2)[:count])) for count in (0, 1, 99, 100, 200, 300)]
+    assert read == [0, 0, 0, 100, 200, 256]
 
 
 class FailingRuntime:
@@ -165,12 +166,12 @@ def test_model_reads_on_when_the_device_fails(
         and "\n" not in record
     )
     with pytest.raises(ReadingFault):
-        list(reader.read(text[:10]))
+        list(reader(text[:10]))
 
 
 def test_interrupted_reading_returns_its_cache(converted: Callable[..., Converted], text: list[int]) -> None:
     reader = reader_of(converted("llama"))
-    pieces = reader.read(text)
+    pieces = reader(text)
     next(pieces)
     pieces.close()
     assert len(reader._host._spare) == 1
@@ -280,7 +281,7 @@ def test_drafter_uses_the_package_only_where_measured_faster(
     script_measurements(monkeypatch, (9, 20), (20, 9))
     assert selection.get_prompt_times(packages, messages.append).min_tokens == 128
     reader = selection.load_prompt_reader(model, "auto", messages.append)
-    assert not isinstance(reader, str) and reader.readable(127) == 0 and reader.readable(128) == 128
+    assert not isinstance(reader, str) and reader.min_tokens == 128 and not list(reader(text[:127]))
     assert messages[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
     drafter = make_drafter("mlx", model, messages.append)
     assert isinstance(drafter, MlxDrafter) and drafter.note == reader.note

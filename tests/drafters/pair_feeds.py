@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.head import MaskedHead
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, HeadKVCache, PairKVCache
 from outrider.engine.flat import FlatSequence, Segment
 
@@ -61,8 +60,9 @@ def _segments(feeds: Sequence[PairFeed]) -> list[Segment]:
 
 
 def _with_masks(kv_cache: PairKVCache, feed: PairFeed, count: int) -> PairFeed:
-    if not count or not isinstance(kv_cache.head, MaskedHead):
+    mask = kv_cache.head.mask_feature
+    if not count or mask is None:
         return feed
     tokens = mx.full((count,), kv_cache.head.mask_token, mx.int32)
-    features = mx.repeat(kv_cache.head.mask_feature, count, axis=0)
+    features = mx.repeat(mask, count, axis=0)
     return PairFeed(feed.text, mx.concatenate([feed.tokens, tokens]), mx.concatenate([feed.features, features]))

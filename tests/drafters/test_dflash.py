@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.checkpoint import HeadTarget, read_weights
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.dflash import DFlash, build
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.load import _predict_tokens as predict_tokens
@@ -19,7 +19,6 @@ from outrider.drafters.heads.pair_kv_cache import FeatureKVCache
 from outrider.engine.hidden_states import find_backbone, register_forward_hook
 from outrider.engine.loading import load
 from outrider.engine.noise import gumbel
-from outrider.protocol.digest import read_json
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.drafters.dflash_heads import NumpyHead, write
@@ -35,7 +34,6 @@ ROWS = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in TEXTS]
 
 
 def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V, embed_factor: float = 1.0) -> DFlash:
-    config, weights = read_json(folder / "config.json"), read_weights(folder)
     own = HeadTarget(
         target,
         vocab_size,
@@ -44,7 +42,7 @@ def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V, 
         lambda rows: rows @ mx.array(OUTPUT).T,
         embed_factor,
     )
-    return build(config, weights, own, str(folder))
+    return build(HeadCheckpoint.read(folder, own))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -163,7 +161,7 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
             TARGET,
             "has mask token 300, but this target has 258 tokens",
         ),
-        ("z-lab", {"dflash_config": {}}, TARGET, "config.json lacks 'mask_token_id'"),
+        ("z-lab", {"dflash_config": {}}, TARGET, "missing required field `mask_token_id`"),
         ("z-lab", {"block_size": "wide"}, TARGET, r"a value that can't be used \(invalid literal .*'wide'\)"),
         ("z-lab", {"dflash_config": "wide"}, TARGET, "a value that can't be used"),
         ("z-lab", {"rope_scaling": "wide"}, TARGET, "a value that can't be used"),

@@ -10,10 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.checkpoint import HeadTarget, read_weights
-from outrider.drafters.heads.eagle3 import Eagle3, PEagle, build
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
+from outrider.drafters.heads.eagle3 import Eagle3, build
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
-from outrider.protocol.digest import read_json
 from outrider.protocol.errors import CannotDraft, ModelError
 from tests.drafters.eagle3_heads import LAYOUTS, MASK, OFFICIAL_TAPS, PARALLEL, TAPS, TARGET, H, NumpyHead, V, write
 from tests.drafters.pair_feeds import PairFeed, slots
@@ -26,7 +25,7 @@ def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V) 
     own = HeadTarget(
         target, vocab_size, 32768, lambda tokens: mx.array(EMBEDDING)[tokens], lambda rows: rows @ mx.array(OUTPUT).T
     )
-    return build(read_json(folder / "config.json"), read_weights(folder), own, str(folder))
+    return build(HeadCheckpoint.read(folder, own))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -59,7 +58,7 @@ def test_head_equals_an_independent_forward(tmp_path: Path, layout: str) -> None
 def test_masked_pairs_draft_several_tokens_in_one_forward(tmp_path: Path, layout: str) -> None:
     """In one forward with the true pairs, for one text or two, each with its own depth."""
     head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING, OUTPUT)
-    assert isinstance(head, PEagle) and head.depth == (5 if "speculators" in layout else 8)
+    assert head.mask_feature is not None and head.depth == (5 if "speculators" in layout else 8)
     pairs = PairKVCache(head)
     sequences = [pairs.open() for _ in range(2)]
     rows = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in sequences]

@@ -10,12 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.checkpoint import HeadTarget, read_weights
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.drafters.heads.redrafter import Redrafter, build
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.loading import LoadedModel, load
-from outrider.protocol.digest import read_json
 from outrider.protocol.errors import CannotDraft
 from tests.drafters.pair_feeds import PairFeed, slots
 from tests.tiny import write_model
@@ -30,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def read(folder: Path, target: LoadedModel) -> Redrafter:
-    return build(read_json(folder / "config.json"), read_weights(folder), HeadTarget.of(target), str(folder))
+    return build(HeadCheckpoint.read(folder, HeadTarget.of(target)))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models import llama
 
 from outrider.engine import flat, hidden_states, load_checks
-from outrider.engine.cache import ensure_capacity
+from outrider.engine.flat import ensure_capacity
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load

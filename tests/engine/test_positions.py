@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model
 from outrider.engine.hidden_states import add_mixin
 from outrider.engine.ort.layers import check_rope
 from outrider.engine.positions import TokenRope, patch_ropes
+from outrider.protocol.errors import ModelError
 
 POSITIONS = [7, 3, 3, 900, 0, 55]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -61,7 +62,7 @@ def test_each_token_of_a_row_is_rotated_by_its_own_position(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ROPES))
 def test_onnx_runtime_gets_only_ropes_that_rotate_halves_of_a_head(name: str) -> None:
     if name in ("traditional", "half of the width"):
-        with pytest.raises(TypeError, match="tabulated"):
+        with pytest.raises(ModelError, match="tabulated"):
             check_rope(ROPES[name](), 16)
     else:
         check_rope(ROPES[name](), 16)

@@ -31,15 +31,11 @@ class RecordingKVRows(DenseKVRows):
 class Reader:
     """Reads at most `limit` tokens, four at a time, and fails after `good` of these pieces."""
 
-    note = "prompts are read by a test"
-
     def __init__(self, limit: int, good: int = 99) -> None:
         self._limit, self._good = limit, good
 
-    def readable(self, count: int) -> int:
-        return min(self._limit, count)
-
-    def read(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
+    def __call__(self, prompt: Sequence[int]) -> Iterator[LayerKVs]:
+        tokens = prompt[: self._limit]
         for number, first in enumerate(range(0, len(tokens), 4)):
             if number == self._good:
                 raise ReadingFault("gone")

@@ -147,7 +147,7 @@ class _Step:
 
 
 class NumpyRuntime:
-    """A `Runtime` over the package directory `package`.
+    """Takes the place of `CoreMLRuntime`, over the package directory `package`.
 
     Raises:
         ModelError: there is no package, or it has an operation that this interpreter does not support.

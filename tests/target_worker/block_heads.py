@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.heads import eagle3
-from outrider.drafters.heads.checkpoint import HeadTarget
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.dflash import DFlash, build
 from outrider.drafters.heads.eagle3 import Eagle3
 from outrider.engine.loading import LoadedModel
@@ -110,7 +110,7 @@ def parallel_head(target: LoadedModel) -> Eagle3:
     shapes |= {"fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (VOCAB_SIZE, H)}
     shapes |= {"mask_hidden": (1, 1, 3 * H)}
     weights = {key: mx.array(draws.standard_normal(shape).astype(np.float32)) for key, shape in shapes.items()}
-    return eagle3.build(config, weights, HeadTarget.of(target))
+    return eagle3.build(HeadCheckpoint(config, weights, HeadTarget.of(target)))
 
 
 def _shapes(inner: int) -> dict[str, tuple[int, ...]]:
@@ -138,4 +138,4 @@ def write_block_head(folder: Path, **config: Any) -> Path:
 
 def _build(weights: dict[str, Array], target: LoadedModel, **config: Any) -> DFlash:
     arrays = {key: mx.array(value.astype(np.float32)) for key, value in weights.items()}
-    return build({"intermediate_size": 32, **CONFIG, **config}, arrays, HeadTarget.of(target))
+    return build(HeadCheckpoint({"intermediate_size": 32, **CONFIG, **config}, arrays, HeadTarget.of(target)))

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, llama
 
 from outrider.drafters.heads import redrafter
-from outrider.drafters.heads.checkpoint import HeadTarget
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.eagle3 import Eagle3, build
 from outrider.drafters.heads.head import Head
@@ -143,7 +143,7 @@ def last_row_head(target: LoadedModel) -> Eagle3:
     weights = {key: mx.array(np.array(value)) for key, value in tree_flatten(random_head(target).parameters())}
     own = {key: value for key, value in weights.items() if key not in ("fc.weight", "lm_head.weight")}
     config = {**_CONFIG, "draft_vocab_size": VOCAB_SIZE, "eagle_config": {"use_aux_hidden_state": False}}
-    return build(config, own, HeadTarget.of(target))
+    return build(HeadCheckpoint(config, own, HeadTarget.of(target)))
 
 
 def windowed_head(target: LoadedModel) -> Eagle3:
@@ -163,7 +163,7 @@ def mtp_head(target: LoadedModel) -> Mtp:
 def recurrent_head(target: LoadedModel) -> Redrafter:
     """A ReDrafter that predicts the token after the bonus from the target's row. Its random state has little weight."""
     config, arrays = _recurrent(target)
-    return redrafter.build(config, arrays, HeadTarget.of(target))
+    return redrafter.build(HeadCheckpoint(config, arrays, HeadTarget.of(target)))
 
 
 def write_recurrent_head(folder: Path, target: LoadedModel) -> Path:
@@ -241,7 +241,7 @@ def _zero_weights() -> dict[str, Array]:
 
 
 def _build(weights: dict[str, Array], target: LoadedModel, ids: Array, **config: Any) -> Eagle3:
-    return build({**_CONFIG, **config}, _arrays(weights, ids), HeadTarget.of(target))
+    return build(HeadCheckpoint({**_CONFIG, **config}, _arrays(weights, ids), HeadTarget.of(target)))
 
 
 def _arrays(weights: dict[str, Array], ids: Array) -> dict[str, mx.array]:

@@ -85,14 +85,13 @@ class _Node:
     drafted: int
 
 
-class ReplayDrafter:
+class ReplayDrafter(Drafter):
     """A `Drafter` over a `Script`."""
 
     backend = "replay"
     parameters = 0
     weight_bytes = 0
     prompt_cache = PromptCache(KvCost())
-    note = ""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -244,7 +243,7 @@ class ReplayTree:
         return ((mixed ^ (mixed >> 29)) >> 11) / 2**53
 
 
-class PacedDrafter:
+class PacedDrafter(Drafter):
     """Wraps `drafter`; its trees share one `pace`. `ready` returns when the newest message arrived."""
 
     def __init__(self, drafter: Drafter, name: str, pace: Pace, ready: Callable[[], float]) -> None:
