@@ -15,7 +15,7 @@ import psutil
 
 from outrider.bench.comparison.arms import PLAIN_ARM, ArmCosts, MeasuredArm, list_arms, measure_arms
 from outrider.bench.comparison.runs import mode_runner, run_interleaved, target_stats, total_rate
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen, say

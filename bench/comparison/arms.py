@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.bench.comparison.runs import Summary, summarize
-from outrider.bench.timing import Latency, median_latency
+from outrider.bench.latency import Latency, median_latency
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.tuning import TunedArm, TunedDrafter, Tuning

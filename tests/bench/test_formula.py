@@ -9,7 +9,7 @@ from msgspec import structs
 
 from outrider.bench.comparison.report import describe_rounds
 from outrider.bench.comparison.runs import summarize
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.protocol.messages import Timings
 from tools.formula import (
     FormulaComparison,

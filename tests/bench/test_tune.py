@@ -23,7 +23,7 @@ from outrider.bench.comparison.arms import (
     list_arms,
     measure_arms,
 )
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.forecasts import Arm
