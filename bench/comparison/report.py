@@ -1,7 +1,6 @@
 """Tables and pictures of a comparison, for single and for concurrent requests.
 
-Each ratio is over the prompts of one interleaved run. Intervals of concurrent runs are over rounds, and for numbers per
-request also over the requests of each round.
+Each ratio is over the prompts of one interleaved run. Intervals of concurrent runs are over rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from outrider.bench.comparison.runs import (
     Run,
     Summary,
     bootstrap,
-    nested_bootstrap,
     ratio,
     repeated_share,
     summarize,
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GIGA = 1e9
-# The minimum number of outcomes from which a share is computed.
-MIN_OUTCOMES = 5
 ALL_CLASSES, BASELINE = "all", "ar"
 OUR_COLOUR = "#2a9d4e"
 OTHER_COLOUR = "#5c9fd4"
@@ -114,34 +110,22 @@ def _make_section(
         against = ratio([run.timed for run in of_name], [run.timed for run in runs[BASELINE]])
         median = statistics.median(run.timed.rate for run in of_name)
         rows.append(RunnerRow(name, median, against, found))
-        lines += describe_rounds(name, found, weight_bytes) if weight_bytes is not None and found.rounds else []
+        lines += [describe_round(name, found, weight_bytes)] if weight_bytes is not None and found.rounds else []
     repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[BASELINE])
     ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
     return Section(kind, temp, conditions, len(runs[BASELINE]), repeated, ordered, tuple(lines))
 
 
-def describe_rounds(name: str, found: Summary, weight_bytes: int) -> list[str]:
-    """Returns lines with the parts of a runner's round, and its shares by position. `weight_bytes`: what the target
-    reads in one forward."""
+def describe_round(name: str, found: Summary, weight_bytes: int) -> str:
+    """Returns a line with the parts of a runner's mean round. `weight_bytes`: what the target reads in one forward."""
     sums = found.sums
     whole_ms, verify_ms, idle_ms = (total / found.rounds for total in (sums.predicted_ms, sums.verify_ms, sums.idle_ms))
     hits = "" if found.hit_rate is None else f", hit rate {found.hit_rate:.0%}"
-    lines = [
+    return (
         f"- a round of {name}: {whole_ms:.2f} ms = verify {verify_ms:.2f} + target idle {idle_ms:.2f}"
         f" + rest {whole_ms - verify_ms - idle_ms:.2f}; {found.tokens / found.rounds:.2f} tokens{hits};"
         f" the verifies read {1000 * weight_bytes / verify_ms / GIGA:.1f} GB/s of target weights"
-    ]
-    for what, shares in (
-        ("acceptance by position", _format_shares(sums.accepted_by_position, sums.drafted_by_position, 1)),
-        ("hit rate by accepted tokens", _format_shares(sums.hits_by_accepted, sums.looked_up_by_accepted, 0)),
-    ):
-        lines += [f"- {what}, {name}: {shares}"] if shares else []
-    return lines
-
-
-def _format_shares(parts: Sequence[int], totals: Sequence[int], first: int) -> str:
-    pairs = enumerate(zip(parts, totals, strict=False), first)
-    return "  ".join(f"{at}: {part / total:.2f} of {total}" for at, (part, total) in pairs if total >= MIN_OUTCOMES)
+    )
 
 
 def format_section(found: Section) -> str:
@@ -321,8 +305,8 @@ def make_concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]
             name,
             bootstrap(times[name], total_rate),
             ratio(times[name], times[baseline]) if name != baseline else None,
-            estimate_percentiles([[[reply.first_ms] for reply in replies] for replies in rounds]),
-            estimate_percentiles([[reply.token_ms for reply in replies] for replies in rounds]),
+            estimate_percentiles([[reply.first_ms for reply in replies] for replies in rounds]),
+            estimate_percentiles([[ms for reply in replies for ms in reply.token_ms] for replies in rounds]),
         )
         for name, rounds in found.items()
     )
@@ -332,11 +316,12 @@ def make_concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]
     return ConcurrentSection(width, temp, len(next(iter(times.values()))), rows, baseline, best, auto)
 
 
-def estimate_percentiles(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
-    """Estimates both percentiles over all requests. `rounds`: milliseconds by round and request."""
+def estimate_percentiles(rounds: Sequence[Sequence[float]]) -> Percentiles:
+    """Estimates both percentiles of the milliseconds of all rounds."""
+    arrays = list(map(np.array, rounds))
 
     def at(share: int) -> Interval:
-        return nested_bootstrap(rounds, lambda many: float(np.percentile(many, share)))
+        return bootstrap(arrays, lambda chosen: float(np.percentile(np.concatenate(chosen), share)))
 
     return Percentiles(at(50), at(99))
 

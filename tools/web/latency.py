@@ -44,8 +44,8 @@ def make_row(name: str, share: float, blocks: Sequence[Sequence[TimedAnswer]]) -
         name,
         share,
         bootstrap([time_streams(block) for block in found], total_rate),
-        estimate_percentiles([[[1000 * (s.first - s.sent)] for s in block] for block in found]),
-        estimate_percentiles([[_token_ms(s) for s in block] for block in found]),
+        estimate_percentiles([[1000 * (s.first - s.sent) for s in block] for block in found]),
+        estimate_percentiles([[ms for s in block for ms in _token_ms(s)] for block in found]),
         sum(len(block) for block in blocks),
         errors,
     )
