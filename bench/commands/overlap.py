@@ -20,7 +20,7 @@ from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.messages import DraftWork, RoundRecord, Span
+from outrider.protocol.messages import RoundRecord, Span
 from outrider.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,8 +52,11 @@ SOURCES = {
     "none": ("#9aa5b1", "AR step"),
 }
 """What a round can verify (`name_round`): its colour, and its words in the legend."""
-DEPTH_COLOURS = ("#0b4f8a", "#2f77b5", "#5c9fd4", "#8fc1e8", "#bcdcf5")
-CHAIN_COLOUR = "#e09f3e"
+DRAFTING = {
+    "branches": ("#2f77b5", "all branches one token deeper (number: their depth)"),
+    "chain": ("#e09f3e", "chain on request"),
+}
+"""The same for what a drafter works on."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -142,19 +145,23 @@ def _busy_share(verifies: Sequence[Span]) -> float:
 
 def draw_rounds(records: Sequence[RoundRecord], title: str, rounds: int) -> Figure:
     """Draws the first `rounds` rounds, with the drafting for them."""
+    from matplotlib.patches import Patch
+
     chosen = records[:rounds]
     numbers = {record.round for record in chosen}
     drafting = [work for record in records for work in record.drafting if work.round in numbers]
     tracks = ["target", *sorted({work.drafter for work in drafting})]
     figure = picture.create_figure(15, 1.6 + 1.1 * len(tracks))
     axes = figure.subplots()
-    origin_ns = min(record.verify.started_ns for record in chosen)
+    origin_ns, legend = min(record.verify.started_ns for record in chosen), dict[str, str]()
     for record in chosen:
-        colour, _ = SOURCES[name_round(record.lookup, record.source)]
+        colour, words = SOURCES[name_round(record.lookup, record.source)]
+        legend[words] = colour
         _draw_bar(axes, 0, record.verify, origin_ns, colour, str(record.tokens))
     for work in drafting:
-        label = str(work.depth) if work.branches or not work.depth else "chain"
-        _draw_bar(axes, tracks.index(work.drafter), work.work, origin_ns, _drafting_colour(work), label)
+        colour, words = DRAFTING["branches" if work.branches or not work.depth else "chain"]
+        legend[words] = colour
+        _draw_bar(axes, tracks.index(work.drafter), work.work, origin_ns, colour, str(work.depth))
     end = Span(origin_ns, max(record.verify.ended_ns for record in chosen)).milliseconds
     busy = _busy_share([record.verify for record in chosen])
     axes.set_title(f"{title}   (target busy {busy:.0%} of {end:.0f} ms)", loc="left", fontsize=11)
@@ -163,7 +170,11 @@ def draw_rounds(records: Sequence[RoundRecord], title: str, rounds: int) -> Figu
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds, one clock for all processes")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    _draw_legend(axes, {name_round(one.lookup, one.source) for one in chosen}, set(map(_drafting_colour, drafting)))
+    legend["number on the target: tokens committed"] = "none"
+    axes.legend(
+        [Patch(color=colour) for colour in legend.values()], legend, loc="upper center", bbox_to_anchor=(0.5, -0.22),
+        ncols=3, frameon=False, fontsize=8,
+    )  # fmt: skip
     return figure
 
 
@@ -171,28 +182,3 @@ def _draw_bar(axes: Axes, row: int, span: Span, origin_ns: int, colour: str, lab
     start, length = (span.started_ns - origin_ns) / MILLISECOND_NS, span.milliseconds
     axes.broken_barh([(start, length)], (row - 0.36, 0.72), color=colour, edgecolor="white")
     axes.text(start + length / 2, row, label, ha="center", va="center", color="white", fontsize=8)
-
-
-def _drafting_colour(work: DraftWork) -> str:
-    if work.depth and not work.branches:
-        return CHAIN_COLOUR
-    return DEPTH_COLOURS[min(max(work.depth - 1, 0), len(DEPTH_COLOURS) - 1)]
-
-
-def _draw_legend(axes: Axes, sources: set[str], shades: set[str]) -> None:
-    from matplotlib.legend_handler import HandlerTuple
-    from matplotlib.patches import Patch
-
-    entries: list[tuple[tuple[str, ...], str]] = [
-        ((colour,), words) for source, (colour, words) in SOURCES.items() if source in sources
-    ]
-    if used := tuple(shade for shade in DEPTH_COLOURS if shade in shades):
-        entries.append((used, "all branches one token deeper (number: their depth)"))
-    if CHAIN_COLOUR in shades:
-        entries.append(((CHAIN_COLOUR,), "chain on request"))
-    entries.append((("none",), "number on the target: tokens committed"))
-    axes.legend(
-        handles=[tuple(Patch(color=colour) for colour in colours) for colours, _ in entries],
-        labels=[words for _, words in entries], handler_map={tuple: HandlerTuple(ndivide=None)},
-        loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, frameon=False, fontsize=8,
-    )  # fmt: skip
