@@ -49,6 +49,7 @@ RUNNER_COLOURS = {
     "ssd": "#2a9d4e",
     "auto": "#12552b",
     "mlx-lm": "#d1495b",
+    "mlx-lm, draft": "#8d6a9f",
     "llama.cpp": "#8d6cc9",
 }
 PANELS: dict[str, Callable[[ConcurrentRow], Interval | Percentiles]] = {
@@ -352,41 +353,39 @@ def draw_concurrent(sections: Sequence[ConcurrentSection], title: str) -> Figure
     grid = figure.subplots(len(temps), len(PANELS), squeeze=False)
     for temp, panels in zip(temps, grid, strict=True):
         chosen = [found for found in sections if found.temp == temp]
+        widths = [found.width for found in chosen]
         for axes, (name, of) in zip(panels, PANELS.items(), strict=True):
-            _draw_concurrent_panel(axes, chosen, of)
-            axes.set_title(f"{name}, T = {temp:g}", fontsize=10, loc="left")
+            axes.set_xscale("log", base=2)
+            for row in chosen[0].rows:
+                draw_curve(axes, row.name, widths, [of(found.row(row.name)) for found in chosen])
+            finish_panel(axes, f"{name}, T = {temp:g}", "concurrent requests")
+            axes.set_xticks(widths, [str(width) for width in widths])
     grid[0][0].legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
     return figure
 
 
-def _draw_concurrent_panel(
-    axes: Axes, sections: Sequence[ConcurrentSection], of: Callable[[ConcurrentRow], Interval | Percentiles]
-) -> None:
+def draw_curve(axes: Axes, name: str, xs: Sequence[float], numbers: Sequence[Interval | Percentiles]) -> None:
+    """Draws a runner's numbers with their intervals; of percentiles the median, and dotted the 99th."""
     from matplotlib.ticker import LogLocator
 
-    widths = [found.width for found in sections]
-    has_tail = False
-    for name in [row.name for row in sections[0].rows]:
-        numbers = [of(found.row(name)) for found in sections]
-        values = [number.p50 if isinstance(number, Percentiles) else number for number in numbers]
-        tails = [number.p99.value for number in numbers if isinstance(number, Percentiles)]
-        errors = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
-        colour = RUNNER_COLOURS.get(name)
-        axes.errorbar(
-            widths, [v.value for v in values], yerr=errors, label=name, color=colour, marker="o", markersize=4,
-            capsize=3,
-        )  # fmt: skip
-        if has_tail := bool(tails):
-            axes.plot(widths, tails, color=colour, linestyle=":")
-    if has_tail:
+    values = [number.p50 if isinstance(number, Percentiles) else number for number in numbers]
+    errors = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
+    colour, heights = RUNNER_COLOURS.get(name), [v.value for v in values]
+    axes.errorbar(xs, heights, yerr=errors, label=name, color=colour, marker="o", markersize=4, capsize=3)
+    if tails := [number.p99.value for number in numbers if isinstance(number, Percentiles)]:
+        axes.plot(xs, tails, color=colour, linestyle=":")
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(widths, [str(width) for width in widths])
+
+
+def finish_panel(axes: Axes, title: str, xlabel: str) -> None:
+    """Adds what all panels of curves have."""
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(xlabel)
     axes.minorticks_off()
-    axes.set_xlabel("concurrent requests")
-    axes.set_ylim(bottom=None if has_tail else 0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0)
