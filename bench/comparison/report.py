@@ -88,33 +88,24 @@ class Section:
 def make_sections(
     runs: Mapping[str, list[Run]], classes: Sequence[str], temp: float, threads: tuple[int, int], weight_bytes: int
 ) -> list[Section]:
-    """Summarizes the runs of all classes together and of each class. The notes of the first table tell what the target
-    reads in one forward, `weight_bytes`, per second.
+    """Summarizes the runs of all classes together and of each class, the fastest runner first. The notes of the first
+    section describe rounds. `weight_bytes`: what the target reads in one forward.
 
     `classes`: the class of each prompt. `threads`: the target's, and those of all workers.
     """
-    found = []
+    conditions, sections = f"threads: target {threads[0]}, all workers {threads[1]}", []
     for kind in (ALL_CLASSES, *dict.fromkeys(classes)):
-        of_kind = filter_by_class(runs, classes, kind)
-        found.append(_make_section(kind, temp, threads, of_kind, weight_bytes if kind == ALL_CLASSES else None))
-    return found
-
-
-def _make_section(
-    kind: str, temp: float, threads: tuple[int, int], runs: Mapping[str, list[Run]], weight_bytes: int | None
-) -> Section:
-    """Summarizes runs, fastest first. `weight_bytes` None: without notes."""
-    conditions = f"threads: target {threads[0]}, all workers {threads[1]}"
-    rows, lines = [], list[str]()
-    for name, of_name in runs.items():
-        found = summarize([run.timings for run in of_name if run.timings is not None])
-        against = ratio([run.timed for run in of_name], [run.timed for run in runs[BASELINE]])
-        median = statistics.median(run.timed.rate for run in of_name)
-        rows.append(RunnerRow(name, median, against, found))
-        lines += [describe_round(name, found, weight_bytes)] if weight_bytes is not None and found.rounds else []
-    repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[BASELINE])
-    ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
-    return Section(kind, temp, conditions, len(runs[BASELINE]), repeated, ordered, tuple(lines))
+        of_kind, rows, notes = filter_by_class(runs, classes, kind), list[RunnerRow](), list[str]()
+        for name, of_name in of_kind.items():
+            found = summarize([run.timings for run in of_name if run.timings is not None])
+            against = ratio([run.timed for run in of_name], [run.timed for run in of_kind[BASELINE]])
+            rows.append(RunnerRow(name, statistics.median(run.timed.rate for run in of_name), against, found))
+            if kind == ALL_CLASSES and found.rounds:
+                notes.append(describe_round(name, found, weight_bytes))
+        repeated = statistics.fmean(repeated_share(run.tokens) for run in of_kind[BASELINE])
+        ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
+        sections.append(Section(kind, temp, conditions, len(of_kind[BASELINE]), repeated, ordered, tuple(notes)))
+    return sections
 
 
 def describe_round(name: str, found: Summary, weight_bytes: int) -> str:
