@@ -102,7 +102,7 @@ class ActorKeyring:
         self.folder = self._ring.folder
         self.key = self._ring.make().public
 
-    def open(self, role: str, key: str) -> None:
+    def allow(self, role: str, key: str) -> None:
         """Accepts this key for `role` (client, drafter).
 
         Raises:
@@ -110,7 +110,7 @@ class ActorKeyring:
         """
         self._ring.allow(AllowedKey(role, parse_key(key), f"{role}-{key}"))
 
-    def shut(self, key: str) -> None:
+    def revoke(self, key: str) -> None:
         """Stops accepting the key."""
         self._ring.revoke(key)
 
@@ -144,13 +144,13 @@ def keep_drafter(settings: ServeSettings, endpoint: str, keyring: ActorKeyring) 
         key = ""
         try:
             key = ray.get(drafter.key.remote())
-            keyring.open(DRAFTER, key)
+            keyring.allow(DRAFTER, key)
             code = ray.get(drafter.draft.remote(settings, endpoint, keyring.key))
             log.warning("the drafter ended with code %s; it is replaced", code)
         except RayError as error:
             log.warning("the drafter is lost (%s); it is replaced", type(error).__name__)
         if key:
-            keyring.shut(key)
+            keyring.revoke(key)
         ray.kill(drafter)
         time.sleep(RESTART_DELAY_SECONDS)
 
@@ -256,12 +256,12 @@ class EngineActor:
             if not await asyncio.to_thread(ingress_key.is_alive):
                 self._gone.pop(ingress_key).set()
                 if self._keyring is not None:
-                    self._keyring.shut(ingress_key.key)
+                    self._keyring.revoke(ingress_key.key)
 
     def _register(self, ingress_key: IngressKey) -> asyncio.Event:
         """Returns an event that is set when the ingress is gone."""
         if ingress_key not in self._gone and self._keyring is not None:
-            self._keyring.open(CLIENT, ingress_key.key)
+            self._keyring.allow(CLIENT, ingress_key.key)
         return self._gone[ingress_key]
 
 
