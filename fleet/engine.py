@@ -92,27 +92,18 @@ class IngressKey:
         return True
 
 
-class ActorKeyring:
+class ActorKeyring(Keyring):
     """An actor's own key and the keys it accepts, in a `PrivateDirectory`. Thread-safe, as changes of a `Keyring`
     are."""
 
     def __init__(self) -> None:
         self._directory = PrivateDirectory()
-        self._ring = Keyring(self._directory.keys_folder)
-        self.folder = self._ring.folder
-        self.key = self._ring.make().public
+        super().__init__(self._directory.keys_folder)
+        self.key = self.make().public
 
-    def open(self, role: str, key: str) -> None:
-        """Accepts this key for `role` (client, drafter).
-
-        Raises:
-            KeyFault: it is not a key.
-        """
-        self._ring.allow(AllowedKey(role, parse_key(key), f"{role}-{key}"))
-
-    def shut(self, key: str) -> None:
-        """Stops accepting the key."""
-        self._ring.revoke(key)
+    def allow_key(self, role: str, key: str) -> None:
+        """Accepts this key for `role` (client, drafter). Raises KeyFault if it is not a key."""
+        self.allow(AllowedKey(role, parse_key(key), f"{role}-{key}"))
 
 
 class DrafterActor:
@@ -144,13 +135,13 @@ def keep_drafter(settings: ServeSettings, endpoint: str, keyring: ActorKeyring) 
         key = ""
         try:
             key = ray.get(drafter.key.remote())
-            keyring.open(DRAFTER, key)
+            keyring.allow_key(DRAFTER, key)
             code = ray.get(drafter.draft.remote(settings, endpoint, keyring.key))
             log.warning("the drafter ended with code %s; it is replaced", code)
         except RayError as error:
             log.warning("the drafter is lost (%s); it is replaced", type(error).__name__)
         if key:
-            keyring.shut(key)
+            keyring.revoke(key)
         ray.kill(drafter)
         time.sleep(RESTART_DELAY_SECONDS)
 
@@ -256,12 +247,12 @@ class EngineActor:
             if not await asyncio.to_thread(ingress_key.is_alive):
                 self._gone.pop(ingress_key).set()
                 if self._keyring is not None:
-                    self._keyring.shut(ingress_key.key)
+                    self._keyring.revoke(ingress_key.key)
 
     def _register(self, ingress_key: IngressKey) -> asyncio.Event:
         """Returns an event that is set when the ingress is gone."""
         if ingress_key not in self._gone and self._keyring is not None:
-            self._keyring.open(CLIENT, ingress_key.key)
+            self._keyring.allow_key(CLIENT, ingress_key.key)
         return self._gone[ingress_key]
 
 

@@ -148,6 +148,6 @@ step "the README's script" python readme.py
 step "mypy --strict" check_types
 if [ -z "$quick" ]; then
     step "bench" outrider bench --classes code --prompts 2 --max-tokens 16 --depths 3 --temps 0
-    step "overlap" outrider overlap --rounds 10
+    step "overlap" outrider overlap
     step "tune" outrider tune
 fi

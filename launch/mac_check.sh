@@ -84,9 +84,9 @@ step "This machine, and the time per token of each placement" "$python" -P -m ou
 step "Tests that need macOS" "$python" -m pytest -m macos -rs -v --timeout 1800 tests/coreml
 step "Every mode, weight kind and unit: agreement, placement, latency, a soak of $predictions predictions; the GPU at the same time" \
     "$python" -P -m tools.coreml_survey --model "$draft" --target "$target" --predictions "$predictions"
-keep_stderr=yes step "Overlap timing, MLX drafter" "$python" -P launch/overlap_timing.py --model "$target" \
+keep_stderr=yes step "Overlap timing, MLX drafter" "$python" -P -m tools.overlap_timing --model "$target" \
     --draft-model "$draft"
-keep_stderr=yes step "Overlap timing, Core ML drafter" "$python" -P launch/overlap_timing.py --model "$target" \
+keep_stderr=yes step "Overlap timing, Core ML drafter" "$python" -P -m tools.overlap_timing --model "$target" \
     --draft-model "$draft" --draft-backend coreml
 step "AR" generate ar mlx
 step "SD, MLX drafter" generate sd mlx

@@ -81,9 +81,9 @@ class ServerContext:
                 f"the model {name[:200]!r} is not served here; expected {known}", "model", 404, "model_not_found"
             )
 
-    async def count_tokens(self, talk: TemplateInput) -> int:
+    async def count_tokens(self, source: TemplateInput) -> int:
         """Counts the tokens of a conversation. Raises like `ServedModel.tokenize_conversation`."""
-        return len((await asyncio.to_thread(self.model.tokenize_conversation, talk)).tokens)
+        return len((await asyncio.to_thread(self.model.tokenize_conversation, source)).tokens)
 
     async def respond(self, request: Request, formatter: AnswerFormatter, stream: bool | None) -> BaseModel | Response:
         """Generates the answers, and returns the response or the stream.

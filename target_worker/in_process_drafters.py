@@ -6,14 +6,13 @@ exit of the target (`ExitDrafter`), or n-grams (`NgramDrafter`). One that can't 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import mlx.core as mx
 
-from outrider.drafters.drafter import Drafter, DrafterFault
+from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, Continuation, without_forwards
 from outrider.drafters.heads import load as heads
@@ -27,14 +26,13 @@ from outrider.engine.kv_cache import CacheSlot, HiddenStatesListener, KVCache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import OutriderError, wrap_model_errors
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.heads import DRAFT_MODEL, NGRAM, unique_names
 from outrider.protocol.messages import InProcess, workers
 from outrider.protocol.ngrams import NgramTable
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 
-log = logging.getLogger(__name__)
 _CHAIN_TOKENS = 4  # the default K
 
 
@@ -56,33 +54,32 @@ class ModelDraftSession:
         sampling: SamplingParams,
         constraint: Constraint | None = None,
     ) -> None:
-        self._drafter = model.drafter
-        self._work: WorkAhead | None = None
         # No outcomes are prepared, so there are no tokens whose weight Saguaro's factor could lower.
         unscaled = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
         policy, calibration = FAN_OUT_POLICIES["uniform"], model.calibration
-        try:
-            with wrap_model_errors("the draft model's reading of the text"):
-                self._work = start_drafting(
-                    self._drafter, tokens, unscaled, (), policy, calibration, constraint=constraint
-                )
-        except OutriderError as error:
-            log.warning("%s", error)
+        self._drafter = model.drafter
+        self._work: WorkAhead | None = None
+        self._start: Callable[[], WorkAhead] | None = partial(
+            start_drafting, self._drafter, tokens, unscaled, (), policy, calibration, constraint=constraint
+        )
 
     def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn:
         """Prepares the draft of `task` after the committed `tokens`, which extend those of the call before.
 
         Nothing is drafted once the text is longer than the draft model's context.
+
+        Raises:
+            DrafterFault: the draft model lacks one of the tokens.
         """
-        work, new = self._work, tokens[self._work.committed_len :] if self._work is not None else ()
-        try:
-            check_in_vocabulary(self._drafter, new)
-        except DrafterFault as error:
-            log.warning("%s", error)
-            work = None
-        if work is None or len(tokens) >= self._drafter.context_length:
+        if len(tokens) >= self._drafter.context_length:
             self.close(discard=False)
+        elif self._start is not None:
+            start, self._start = self._start, None  # if it fails, this text gets no drafts
+            self._work = start()
+        if self._work is None:
             return DraftTurn(without_forwards(Continuation()))
+        work, new = self._work, tokens[self._work.committed_len :]
+        check_in_vocabulary(self._drafter, new)
         work.commit(new, BranchTask(None, task.depth, min_prob=task.min_prob))
         return DraftTurn(work.continuation(task.depth), work.read if work.must_read else None)
 

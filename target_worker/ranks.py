@@ -117,7 +117,7 @@ class RankLeader(RankLink):
         """Sends messages to all ranks, in this order."""
         frames = encode_all(messages)
         for rank in range(1, self.ranks.size):
-            self._socket.send_multipart([routing_id(rank), *frames])
+            self._socket.send_multipart([b"%d" % rank, *frames])
 
     def check_ranks(self) -> None:
         """Returns when all ranks have handled all messages; ends all ranks if one is lost.
@@ -172,7 +172,7 @@ class RankMember(RankLink):
         """Waits until all ranks have joined the collective. Raises WorkerError if rank 0 can't be reached."""
         super().__init__(zmq.DEALER, ranks)
         address, port, key = json.loads(ranks.broadcast(b""))
-        self._socket.setsockopt(zmq.IDENTITY, routing_id(ranks.rank))
+        self._socket.setsockopt(zmq.IDENTITY, b"%d" % ranks.rank)
         self._socket.curve_serverkey = key.encode()
         self._socket.connect(f"tcp://{address}:{port}")
         if not self._joined.acquire(timeout=CONNECT_TIMEOUT_SECONDS):
@@ -208,11 +208,6 @@ class RankMember(RankLink):
         self._socket.poll(SHUTDOWN_TIMEOUT_MS)
         self.close()
         return error.exit_code
-
-
-def routing_id(rank: int) -> bytes:
-    """Returns a rank's routing id."""
-    return str(rank).encode()
 
 
 def follow(ranks: Ranks, model: str) -> int:

@@ -317,7 +317,7 @@ class TargetRequest:
         End tokens are left out. If the target verifies only chains, only the first branch of a tree is kept.
         """
         if isinstance(draft, OutriderError) and not isinstance(draft, InvalidRequest):
-            log.warning("%s; the drafter stops drafting for this request", draft, extra={"request": self.request})
+            log.warning("the drafter stops drafting for this request: %s", draft, extra={"request": self.request})
             self._session(self.drafter).close(discard=True)
             draft = Continuation()
         if isinstance(draft, Continuation):

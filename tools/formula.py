@@ -23,7 +23,7 @@ from itertools import pairwise, product
 from outrider.bench.commands import files
 from outrider.bench.commands.files import parse_numbers
 from outrider.bench.comparison.runs import Summary, mode_runner, run_interleaved, summarize
-from outrider.bench.timing import REQUEST_ID, WARM_UP_ROUNDS, KnownText, Latency, Workbench, median_latency, workbench
+from outrider.bench.latency import Latency, median_latency
 from outrider.orchestrator.cli import flags, run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -35,6 +35,7 @@ from outrider.protocol import clock, values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Commit, Drafted, Timings
 from outrider.protocol.sampling import SamplingParams
+from tools.workbench import REQUEST_ID, WARM_UP_ROUNDS, KnownText, Workbench, workbench
 
 # Rounds of each kind in a sample.
 ROUNDS_PER_SAMPLE = 2

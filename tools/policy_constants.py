@@ -23,7 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean, stdev
 
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.core import planner
 from outrider.orchestrator.core.policy import acceptance, estimates, forecasts, policy

@@ -7,15 +7,13 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from outrider.bench.comparison.arms import PLAIN_ARM, ArmCosts, MeasuredArm, list_arms, measure_arms
 from outrider.bench.comparison.runs import mode_runner, run_interleaved, target_stats, total_rate
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen, say
@@ -42,7 +40,6 @@ PROMPTS = (
     "import json\n\ndef load_settings(path):\n",
     "# Sorts a list of numbers.\ndef quicksort(values):\n",
 )
-BUSY_EXIT_CODE = 1
 
 # The lowest speedup that justifies another process.
 MIN_SPEEDUP = 1.03
@@ -114,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     ensure_writable(path.parent, f"set {CACHE_VARIABLE} to a writable folder")
     screen = Screen()
     try:
-        found, waited = _measure_arms(options, pair, screen)
+        found = _measure_arms(options, pair, screen)
         lines = _describe_costs(pair.settings, found)
         if options.measure:
             lines += _compare_placements(options, pair, screen)
@@ -131,46 +128,30 @@ def run(options: argparse.Namespace) -> int:
         least, sentence = prefill
         print(sentence)
         record = replace(record, prefill_from=least)
-    if warnings := found.warnings(waited):
-        why = f"this machine was busy: {' and '.join(warnings)}"
-        say(f"outrider tune: nothing was saved, because {why}; run it again on an idle machine")
-        return BUSY_EXIT_CODE
     tuning.save(record, path)
     print(f"saved for --mode auto at {'T = 0' if options.temp == 0 else 'any T above 0'}: {path}")
     return 0
 
 
-def _measure_arms(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[ArmCosts, float]:
-    """Returns the measured arms, and the share of time that the target waited for a CPU: 0 if the cores can't suffice.
+def _measure_arms(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> ArmCosts:
+    """Returns the measured arms.
 
     Raises:
         WorkerError: nothing was drafted, or the target was restarted.
     """
-    settings = pair.settings
-    heads = unique_names(kind for kind, _ in in_process_drafters(settings))
+    heads = unique_names(kind for kind, _ in in_process_drafters(pair.settings))
     sampling = SamplingParams(temp=options.temp, seed=7, ignore_eos=True)
     chosen = {**flags.settings_of(options), "ngrams": False, "memory": False}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
         target = target_stats(cluster.client()).pid
-        ran, waited = _cpu_times(target)
-        arms = list_arms(settings.has_draft_worker, heads)
+        arms = list_arms(pair.settings.has_draft_worker, heads)
         texts = list(map(load_codec(pair.target).encode, PROMPTS))
         found = measure_arms(cluster.client(), arms, texts, sampling, lambda step: screen.show(f"tune: {step}"))
         if target_stats(cluster.client()).pid != target:
             raise WorkerError("nothing was saved, because the target was restarted meanwhile; run it again")
-        ran, waited = (now - before for now, before in zip(_cpu_times(target), (ran, waited), strict=True))
     if len(found.best_arms()) == 1:
         raise WorkerError(f"nothing was drafted: {'; '.join(cluster.notes) or 'all chains were empty'}")
-    share = waited / max(ran + waited, 1)
-    return found, share if len(system.USABLE_CPUS) >= system.all_threads(settings) else 0.0
-
-
-def _cpu_times(target: int) -> tuple[int, int]:
-    """Returns the nanoseconds that the threads of the process `target` and of its ranks ran and waited for a CPU; 0 on
-    systems that do not count them."""
-    pids = [target, *(rank.pid for rank in psutil.Process(target).children(recursive=True))]
-    tasks = [path.read_text().split() for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-    return sum(int(ran) for ran, _, _ in tasks), sum(int(waited) for _, waited, _ in tasks)
+    return found
 
 
 def _describe_costs(settings: ServeSettings, found: ArmCosts) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.bench.comparison.runs import Summary, summarize
-from outrider.bench.timing import Latency, median_latency
+from outrider.bench.latency import Latency, median_latency
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.tuning import TunedArm, TunedDrafter, Tuning
@@ -29,9 +29,6 @@ BUDGET_SECONDS = 50.0
 MIN_TOKENS, MAX_TOKENS = 16, 160
 # The turnaround if no hit was measured: one message in each direction.
 DEFAULT_TURNAROUND_MS = 0.3
-# Limits that an idle machine is far from: one token takes about the same time by verify and by plain decoding, and a
-# verify is not faster with more tokens, nor while the drafter works. The last: the share of time without a CPU.
-MAX_STEP_RATIO, MAX_ONE_TOKEN_RATIO, MIN_SLOWDOWN, MAX_WAIT_RATIO = 2.0, 1.5, 0.75, 0.2
 
 _Run = tuple[Timings, Sequence[RoundRecord]]
 """One text with one arm."""
@@ -227,22 +224,3 @@ class ArmCosts:
     def _deepest_arm(self, drafter: str) -> MeasuredArm:
         """Returns SD's arm with the longest chains, which show the acceptance by position."""
         return self.arms[Arm("sd", max(DEPTHS), drafter=drafter)]
-
-    def warnings(self, waited: float) -> list[str]:
-        """Returns contradictions between measurements as clauses; they show that the machine was busy.
-
-        `waited`: the share of its runnable time in which the target waited for a CPU.
-        """
-        one, plain = self.verify_ms(1), self.step_ms
-        larger, cheapest = min(self.verify_ms.points[1:], key=lambda point: point[1])
-        found = []
-        if waited > MAX_WAIT_RATIO:
-            found.append(f"the target waited for a CPU for {waited:.0%} of its time")
-        if max(one, plain) > MAX_STEP_RATIO * min(one, plain):
-            found.append(f"a verify of one token took {one:.1f} ms and a token of plain decoding {plain:.1f} ms")
-        if one > MAX_ONE_TOKEN_RATIO * cheapest:
-            found.append(f"a verify of one token took {one:.1f} ms and one of {larger} tokens {cheapest:.1f} ms")
-        least = min(map(self.slowdown, self.of("ssd")), default=1.0)
-        if least < MIN_SLOWDOWN:
-            found.append(f"a verify took {least:.2f} times as long while the drafter worked as alone")
-        return found

@@ -35,9 +35,8 @@ class LlamaCpp:
         self._slots = slots
 
     def run(self, tokens: list[int], max_tokens: int, temp: float, seed: int, ignore_eos: bool) -> dict[str, Any]:
-        timings = self._server.handle_completions(_completion_request(tokens, max_tokens, temp, seed, ignore_eos))[
-            "timings"
-        ]
+        request = _completion_request(tokens, max_tokens, temp, seed, ignore_eos)
+        timings = self._server.handle_completions(request)["timings"]
         return {"tokens": [], "count": timings["predicted_n"], "decode_seconds": timings["predicted_ms"] / 1000}
 
     def batch(self, batch: list[list[int]], max_tokens: int, temp: float, seed: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Tables and pictures of a comparison, for single and for concurrent requests.
 
-Each ratio is over the prompts of one interleaved run. Intervals of concurrent runs are over rounds, and for numbers per
-request also over the requests of each round.
+Each ratio is over the prompts of one interleaved run. Intervals of concurrent runs are over rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from outrider.bench.comparison.runs import (
     Run,
     Summary,
     bootstrap,
-    nested_bootstrap,
     ratio,
     repeated_share,
     summarize,
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GIGA = 1e9
-# The minimum number of outcomes from which a share is computed.
-MIN_OUTCOMES = 5
 ALL_CLASSES, BASELINE = "all", "ar"
 OUR_COLOUR = "#2a9d4e"
 OTHER_COLOUR = "#5c9fd4"
@@ -53,6 +49,7 @@ RUNNER_COLOURS = {
     "ssd": "#2a9d4e",
     "auto": "#12552b",
     "mlx-lm": "#d1495b",
+    "mlx-lm, draft": "#8d6a9f",
     "llama.cpp": "#8d6cc9",
 }
 PANELS: dict[str, Callable[[ConcurrentRow], Interval | Percentiles]] = {
@@ -91,57 +88,36 @@ class Section:
 def make_sections(
     runs: Mapping[str, list[Run]], classes: Sequence[str], temp: float, threads: tuple[int, int], weight_bytes: int
 ) -> list[Section]:
-    """Summarizes the runs of all classes together and of each class. The notes of the first table tell what the target
-    reads in one forward, `weight_bytes`, per second.
+    """Summarizes the runs of all classes together and of each class, the fastest runner first. The notes of the first
+    section describe rounds. `weight_bytes`: what the target reads in one forward.
 
     `classes`: the class of each prompt. `threads`: the target's, and those of all workers.
     """
-    found = []
+    conditions, sections = f"threads: target {threads[0]}, all workers {threads[1]}", []
     for kind in (ALL_CLASSES, *dict.fromkeys(classes)):
-        of_kind = filter_by_class(runs, classes, kind)
-        found.append(_make_section(kind, temp, threads, of_kind, weight_bytes if kind == ALL_CLASSES else None))
-    return found
+        of_kind, rows, notes = filter_by_class(runs, classes, kind), list[RunnerRow](), list[str]()
+        for name, of_name in of_kind.items():
+            found = summarize([run.timings for run in of_name if run.timings is not None])
+            against = ratio([run.timed for run in of_name], [run.timed for run in of_kind[BASELINE]])
+            rows.append(RunnerRow(name, statistics.median(run.timed.rate for run in of_name), against, found))
+            if kind == ALL_CLASSES and found.rounds:
+                notes.append(describe_round(name, found, weight_bytes))
+        repeated = statistics.fmean(repeated_share(run.tokens) for run in of_kind[BASELINE])
+        ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
+        sections.append(Section(kind, temp, conditions, len(of_kind[BASELINE]), repeated, ordered, tuple(notes)))
+    return sections
 
 
-def _make_section(
-    kind: str, temp: float, threads: tuple[int, int], runs: Mapping[str, list[Run]], weight_bytes: int | None
-) -> Section:
-    """Summarizes runs, fastest first. `weight_bytes` None: without notes."""
-    conditions = f"threads: target {threads[0]}, all workers {threads[1]}"
-    rows, lines = [], list[str]()
-    for name, of_name in runs.items():
-        found = summarize([run.timings for run in of_name if run.timings is not None])
-        against = ratio([run.timed for run in of_name], [run.timed for run in runs[BASELINE]])
-        median = statistics.median(run.timed.rate for run in of_name)
-        rows.append(RunnerRow(name, median, against, found))
-        lines += describe_rounds(name, found, weight_bytes) if weight_bytes is not None and found.rounds else []
-    repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[BASELINE])
-    ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
-    return Section(kind, temp, conditions, len(runs[BASELINE]), repeated, ordered, tuple(lines))
-
-
-def describe_rounds(name: str, found: Summary, weight_bytes: int) -> list[str]:
-    """Returns lines with the parts of a runner's round, and its shares by position. `weight_bytes`: what the target
-    reads in one forward."""
+def describe_round(name: str, found: Summary, weight_bytes: int) -> str:
+    """Returns a line with the parts of a runner's mean round. `weight_bytes`: what the target reads in one forward."""
     sums = found.sums
     whole_ms, verify_ms, idle_ms = (total / found.rounds for total in (sums.predicted_ms, sums.verify_ms, sums.idle_ms))
     hits = "" if found.hit_rate is None else f", hit rate {found.hit_rate:.0%}"
-    lines = [
+    return (
         f"- a round of {name}: {whole_ms:.2f} ms = verify {verify_ms:.2f} + target idle {idle_ms:.2f}"
         f" + rest {whole_ms - verify_ms - idle_ms:.2f}; {found.tokens / found.rounds:.2f} tokens{hits};"
         f" the verifies read {1000 * weight_bytes / verify_ms / GIGA:.1f} GB/s of target weights"
-    ]
-    for what, shares in (
-        ("acceptance by position", _format_shares(sums.accepted_by_position, sums.drafted_by_position, 1)),
-        ("hit rate by accepted tokens", _format_shares(sums.hits_by_accepted, sums.looked_up_by_accepted, 0)),
-    ):
-        lines += [f"- {what}, {name}: {shares}"] if shares else []
-    return lines
-
-
-def _format_shares(parts: Sequence[int], totals: Sequence[int], first: int) -> str:
-    pairs = enumerate(zip(parts, totals, strict=False), first)
-    return "  ".join(f"{at}: {part / total:.2f} of {total}" for at, (part, total) in pairs if total >= MIN_OUTCOMES)
+    )
 
 
 def format_section(found: Section) -> str:
@@ -321,8 +297,8 @@ def make_concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]
             name,
             bootstrap(times[name], total_rate),
             ratio(times[name], times[baseline]) if name != baseline else None,
-            estimate_percentiles([[[reply.first_ms] for reply in replies] for replies in rounds]),
-            estimate_percentiles([[reply.token_ms for reply in replies] for replies in rounds]),
+            estimate_percentiles([[reply.first_ms for reply in replies] for replies in rounds]),
+            estimate_percentiles([[ms for reply in replies for ms in reply.token_ms] for replies in rounds]),
         )
         for name, rounds in found.items()
     )
@@ -332,11 +308,12 @@ def make_concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]
     return ConcurrentSection(width, temp, len(next(iter(times.values()))), rows, baseline, best, auto)
 
 
-def estimate_percentiles(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
-    """Estimates both percentiles over all requests. `rounds`: milliseconds by round and request."""
+def estimate_percentiles(rounds: Sequence[Sequence[float]]) -> Percentiles:
+    """Estimates both percentiles of the milliseconds of all rounds."""
+    arrays = list(map(np.array, rounds))
 
     def at(share: int) -> Interval:
-        return nested_bootstrap(rounds, lambda many: float(np.percentile(many, share)))
+        return bootstrap(arrays, lambda chosen: float(np.percentile(np.concatenate(chosen), share)))
 
     return Percentiles(at(50), at(99))
 
@@ -367,41 +344,39 @@ def draw_concurrent(sections: Sequence[ConcurrentSection], title: str) -> Figure
     grid = figure.subplots(len(temps), len(PANELS), squeeze=False)
     for temp, panels in zip(temps, grid, strict=True):
         chosen = [found for found in sections if found.temp == temp]
+        widths = [found.width for found in chosen]
         for axes, (name, of) in zip(panels, PANELS.items(), strict=True):
-            _draw_concurrent_panel(axes, chosen, of)
-            axes.set_title(f"{name}, T = {temp:g}", fontsize=10, loc="left")
+            axes.set_xscale("log", base=2)
+            for row in chosen[0].rows:
+                draw_curve(axes, row.name, widths, [of(found.row(row.name)) for found in chosen])
+            finish_panel(axes, f"{name}, T = {temp:g}", "concurrent requests")
+            axes.set_xticks(widths, [str(width) for width in widths])
     grid[0][0].legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
     return figure
 
 
-def _draw_concurrent_panel(
-    axes: Axes, sections: Sequence[ConcurrentSection], of: Callable[[ConcurrentRow], Interval | Percentiles]
-) -> None:
+def draw_curve(axes: Axes, name: str, xs: Sequence[float], numbers: Sequence[Interval | Percentiles]) -> None:
+    """Draws a runner's numbers with their intervals; of percentiles the median, and dotted the 99th."""
     from matplotlib.ticker import LogLocator
 
-    widths = [found.width for found in sections]
-    has_tail = False
-    for name in [row.name for row in sections[0].rows]:
-        numbers = [of(found.row(name)) for found in sections]
-        values = [number.p50 if isinstance(number, Percentiles) else number for number in numbers]
-        tails = [number.p99.value for number in numbers if isinstance(number, Percentiles)]
-        errors = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
-        colour = RUNNER_COLOURS.get(name)
-        axes.errorbar(
-            widths, [v.value for v in values], yerr=errors, label=name, color=colour, marker="o", markersize=4,
-            capsize=3,
-        )  # fmt: skip
-        if has_tail := bool(tails):
-            axes.plot(widths, tails, color=colour, linestyle=":")
-    if has_tail:
+    values = [number.p50 if isinstance(number, Percentiles) else number for number in numbers]
+    errors = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
+    colour, heights = RUNNER_COLOURS.get(name), [v.value for v in values]
+    axes.errorbar(xs, heights, yerr=errors, label=name, color=colour, marker="o", markersize=4, capsize=3)
+    if tails := [number.p99.value for number in numbers if isinstance(number, Percentiles)]:
+        axes.plot(xs, tails, color=colour, linestyle=":")
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(widths, [str(width) for width in widths])
+
+
+def finish_panel(axes: Axes, title: str, xlabel: str) -> None:
+    """Adds what all panels of curves have."""
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(xlabel)
     axes.minorticks_off()
-    axes.set_xlabel("concurrent requests")
-    axes.set_ylim(bottom=None if has_tail else 0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0)

@@ -22,7 +22,6 @@ from outrider.protocol.sampling import SamplingParams
 V = TypeVar("V")
 
 RESAMPLES = 2000
-NESTED_RESAMPLES = 300
 BOOTSTRAP_SEED = 0
 T = TypeVar("T")
 R = TypeVar("R")
@@ -86,26 +85,8 @@ def ratio(ours: Sequence[Timed], theirs: Sequence[Timed]) -> Interval:
 def bootstrap(values: Sequence[V], estimate: Callable[[Sequence[V]], float]) -> Interval:
     """Returns the estimate on all values, with an interval from resampling them."""
     draw = random.Random(BOOTSTRAP_SEED)
-    return _interval(estimate(values), [estimate(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)])
-
-
-def nested_bootstrap(
-    rounds: Sequence[Sequence[Sequence[float]]], estimate: Callable[[Sequence[float]], float]
-) -> Interval:
-    """Like `bootstrap` over the numbers of all requests of all rounds; resamples rounds, and requests in each round."""
-    draw = random.Random(BOOTSTRAP_SEED)
-
-    def resampled() -> list[float]:
-        requests = [r for chosen in draw.choices(rounds, k=len(rounds)) for r in draw.choices(chosen, k=len(chosen))]
-        return [number for request in requests for number in request]
-
-    everything = [number for requests in rounds for request in requests for number in request]
-    return _interval(estimate(everything), [estimate(resampled()) for _ in range(NESTED_RESAMPLES)])
-
-
-def _interval(value: float, resampled: Sequence[float]) -> Interval:
-    ordered = sorted(resampled)
-    return Interval(value, ordered[int(0.025 * len(ordered))], ordered[int(0.975 * len(ordered))])
+    ordered = sorted(estimate(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    return Interval(estimate(values), ordered[int(0.025 * RESAMPLES)], ordered[int(0.975 * RESAMPLES)])
 
 
 def repeated_share(tokens: Sequence[int], n: int = 4) -> float:

@@ -199,8 +199,8 @@ class PartUpdate:
 class ChoiceState:
     """Choice `index`: its prompt, its parameters, and everything received for it.
 
-    `words` detokenizes, if each token is added by itself: for origins, or because the tokens after the first tool call
-    don't count. `one_call`: it ends after that call. `ids`: return the tokens' ids.
+    `detokenizer`: if each token is added by itself, for origins, or because the tokens after the first tool call don't
+    count. `one_call`: it ends after that call. `ids`: return the tokens' ids.
 
     `finish` is eos, stop, length, cancelled or tool; once it is set, new text is ignored. `pieces`: its parts as they
     came. `chunks`: those with extras that were requested besides the text; `unsent_chunks`: those since the last part.
@@ -210,7 +210,7 @@ class ChoiceState:
     prompt: TokenizedPrompt
     sampling: SamplingParams
     splitter: Splitter
-    words: TextStream | None = None
+    detokenizer: TextStream | None = None
     one_call: bool = False
     ids: bool = False
     pieces: list[Part] = field(default_factory=list)
@@ -259,13 +259,13 @@ class ChoiceState:
         return items
 
     def _separate(self, chunk: Chunk) -> Iterator[Chunk]:
-        """Yields a chunk for each token if `words` detokenizes, else the chunk."""
-        if self.words is None or not chunk.token_ids:
+        """Yields a chunk for each token if there is a detokenizer, else the chunk."""
+        if self.detokenizer is None or not chunk.token_ids:
             yield chunk
             return
         for at, token in enumerate(chunk.token_ids):
             rows, origins = chunk.logprobs and chunk.logprobs[at : at + 1], chunk.origins and chunk.origins[at : at + 1]
-            yield Chunk(self.words.feed((token,)).text, (token,), rows, origins, None if at else chunk.rounds)
+            yield Chunk(self.detokenizer.feed((token,)).text, (token,), rows, origins, None if at else chunk.rounds)
 
     def end(self, result: GenerationResult) -> list[StreamItem]:
         """Adds the result, and returns the last parts and the choice."""
@@ -357,7 +357,8 @@ def plan_answer(
         for number in range(count):
             own = replace(sampling, seed=derive_seed(sampling.seed or 0, number), max_tokens=room)
             splitter = Splitter(thinking, model.tools, box, prompt.thinking_mode, form is not None, grammar is not None)
-            words = TextStream(model.codec.spelling, prompt.tokens, own.stop, model.codec.end_tokens(own))
-            choices.append(ChoiceState(len(choices), prompt, own, splitter, words if by_token else None, box.single))
+            ends = model.codec.end_tokens(own)
+            detokenizer = TextStream(model.codec.spelling, prompt.tokens, own.stop, ends) if by_token else None
+            choices.append(ChoiceState(len(choices), prompt, own, splitter, detokenizer, box.single))
     prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
     return AnswerPlan(model, prompt_tokens, choices, is_chat, box, form, speculation, payload.timeout)

@@ -281,11 +281,9 @@ def find_stop_sequence(model: ServedModel, choice: ChoiceState) -> str | None:
 
 def get_output_format(payload: CountTokensRequest) -> OutputFormat | None:
     """Returns the format of `output_config.format`, or of the older `output_format`. Raises Problem."""
-    newer = (payload.output_config or OutputConfig()).format
-    given = (
-        ("output_config.format", newer) if payload.output_format is None else ("output_format", payload.output_format)
-    )
-    return parse_output_format(given[1], given[0])
+    if payload.output_format is not None:
+        return parse_output_format(payload.output_format, "output_format")
+    return parse_output_format((payload.output_config or OutputConfig()).format, "output_config.format")
 
 
 def _select_tools(model: ServedModel, payload: CountTokensRequest) -> Toolbox:

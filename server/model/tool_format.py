@@ -23,18 +23,7 @@ from outrider.orchestrator.pairing.chat_template import Message
 from outrider.protocol.errors import ModelError
 from outrider.server.model.call_grammar import CallStyle, get_style
 
-_PAIRS = (
-    ("<think>", "</think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("<|think:start|>", "<|think:end|>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|inner_prefix|>", "<|inner_suffix|>"),
-)
 _KIMI_K3_TOKENS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
-_COHERE_TOKENS = ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
-_SOLAR_TOKENS = ("<|begin|>", "<|think|>", "<|content|>", "<|end|>")
-_HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
 PACKAGE = "_outrider_tool_parsers"
 
 # For each parser: alternative sets of substrings, of which a template contains one in full; in mlx-lm's order.
@@ -86,32 +75,35 @@ class SpanTags:
     marks: tuple[str, ...] = ()
 
 
+_HARMONY_END = "<|end|><|start|>assistant"
+# For each format: tokens that the vocabulary contains, and the tags.
+_THINKING_TAGS: tuple[tuple[tuple[str, ...], SpanTags], ...] = (
+    (("<think>", "</think>"), SpanTags("<think>", "</think>")),
+    (("<longcat_think>", "</longcat_think>"), SpanTags("<longcat_think>", "</longcat_think>")),
+    (("<|think:start|>", "<|think:end|>"), SpanTags("<|think:start|>", "<|think:end|>")),
+    (("[THINK]", "[/THINK]"), SpanTags("[THINK]", "[/THINK]")),
+    (("<seed:think>", "</seed:think>"), SpanTags("<seed:think>", "</seed:think>")),
+    (("<|inner_prefix|>", "<|inner_suffix|>"), SpanTags("<|inner_prefix|>", "<|inner_suffix|>")),
+    (("<|channel>", "<channel|>"), SpanTags("<|channel>thought", "<channel|>")),
+    (_KIMI_K3_TOKENS, SpanTags(
+        "<|open|>think<|sep|>", "<|close|>think<|sep|>",
+        marks=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    )),
+    # MiniMax-M3 begins an answer without thinking with the end tag.
+    (("<mm:think>",), SpanTags("<mm:think>", "</mm:think>", marks=("</mm:think>",))),
+    (("<|begin|>", "<|think|>", "<|content|>", "<|end|>"),  # Solar
+     SpanTags("<|think|>", "<|end|><|begin|>assistant", "<|content|>")),
+    (("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),  # Cohere
+     SpanTags("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", ("<|END_RESPONSE|>",))),
+    (("<|start|>", "<|channel|>", "<|message|>", "<|call|>"),  # gpt-oss, whose message header ends the thinking
+     SpanTags("<|channel|>analysis<|message|>", _HARMONY_END, "<|channel|>final<|message|>",
+              (_HARMONY_END, "<|channel|>commentary<|message|>"))),
+)  # fmt: skip
+
+
 def find_thinking_tags(vocabulary: Collection[str]) -> SpanTags | None:
     """Returns the thinking tags, or None if the model has none."""
-    for start, end in _PAIRS:
-        if start in vocabulary and end in vocabulary:
-            return SpanTags(start, end)
-    if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
-        return SpanTags("<|channel>thought", "<channel|>")
-    if is_kimi_k3(vocabulary):
-        marks = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
-        return SpanTags("<|open|>think<|sep|>", "<|close|>think<|sep|>", marks=marks)
-    if "<mm:think>" in vocabulary:  # MiniMax-M3, which begins an answer without thinking with the end tag
-        return SpanTags("<mm:think>", "</mm:think>", marks=("</mm:think>",))
-    if all(token in vocabulary for token in _SOLAR_TOKENS):
-        return SpanTags("<|think|>", "<|end|><|begin|>assistant", "<|content|>")
-    if all(token in vocabulary for token in _COHERE_TOKENS):
-        start, end, answer, mark = _COHERE_TOKENS
-        return SpanTags(start, end, answer, (mark,))
-    if all(token in vocabulary for token in _HARMONY_TOKENS):  # gpt-oss, whose message header ends the thinking
-        end, notes = "<|end|><|start|>assistant", "<|channel|>commentary<|message|>"
-        return SpanTags("<|channel|>analysis<|message|>", end, "<|channel|>final<|message|>", (end, notes))
-    return None
-
-
-def is_kimi_k3(vocabulary: Collection[str]) -> bool:
-    """Whether the vocabulary is of Kimi K3's format."""
-    return all(token in vocabulary for token in _KIMI_K3_TOKENS)
+    return next((tags for tokens, tags in _THINKING_TAGS if all(token in vocabulary for token in tokens)), None)
 
 
 class InvalidToolCall(Exception):
@@ -174,7 +166,7 @@ def infer_parser(template: str | None, vocabulary: Collection[str]) -> str | Non
         for name, alternatives in _TEMPLATE_MARKERS:
             if any(all(mark in template for mark in marks) for marks in alternatives):
                 return name
-    if is_kimi_k3(vocabulary):
+    if all(token in vocabulary for token in _KIMI_K3_TOKENS):
         return "kimi_k3"
     if "<|tool_call_start|>" in vocabulary and "<|tool_call_end|>" in vocabulary:
         return "pythonic"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from tests.bench.virtual_time import VirtualCluster, random_texts
 from tools.simulation.profile import Profile

@@ -27,7 +27,7 @@ def forbid_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr("outrider.bench.comparison.runners.LocalCluster", started)
     monkeypatch.setattr(tune, "LocalCluster", started)
-    monkeypatch.setattr("outrider.bench.commands.overlap.workbench", started)
+    monkeypatch.setattr("outrider.bench.commands.overlap.LocalCluster", started)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -106,17 +106,9 @@ def test_bench_without_peers_needs_no_peer_installed(monkeypatch: pytest.MonkeyP
         main(["bench", "--prompts", "1", *wanted])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--rounds", "0"], "rounds is 0; expected a whole number from 1 to 1000"),
-        (["--temp=-1"], "temp is -1.0; expected a number from 0 to 100"),
-    ],
-)
-def test_invalid_overlap_arguments_are_refused_before_measuring(
-    capsys: Captured, arguments: list[str], words: str
-) -> None:
-    assert exit_code_and_error(capsys, "overlap", *arguments) == (2, f"outrider overlap: {words}")
+def test_invalid_overlap_arguments_are_refused_before_measuring(capsys: Captured) -> None:
+    words = "temp is -1.0; expected a number from 0 to 100"
+    assert exit_code_and_error(capsys, "overlap", "--temp=-1") == (2, f"outrider overlap: {words}")
 
 
 @pytest.mark.parametrize("command", ["tune", "overlap"])

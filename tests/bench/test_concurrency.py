@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.tuning import Tuning

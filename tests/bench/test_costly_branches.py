@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from tests.bench.virtual_time import VirtualCluster, random_texts
 from tools.simulation.profile import Profile
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.orchestrator import cli
 from outrider.orchestrator.settings import MAX_DRAFTERS
 from outrider.protocol.errors import InvalidRequest

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.engine.verify import VerifyInput
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.messages import DraftTokens

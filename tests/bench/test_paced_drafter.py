@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.protocol.sampling import SamplingParams
 from tools.simulation.pace import Pace
 from tools.simulation.profile import Profile

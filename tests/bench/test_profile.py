@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.protocol.errors import InvalidRequest
 from tools.simulation.profile import PROFILES, Profile, Published
 

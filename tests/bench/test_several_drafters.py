@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.protocol.messages import Timings
 from tests.bench.virtual_time import Machine, VirtualCluster, random_texts
 from tools.simulation.profile import Profile

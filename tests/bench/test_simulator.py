@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Message, Verify

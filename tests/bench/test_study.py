@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from msgspec import structs
 
 from outrider.bench import picture
 from outrider.bench.commands import files
-from outrider.bench.commands.overlap import Overlap, _format_table, draw_rounds
+from outrider.bench.commands.overlap import describe, draw_rounds
 from outrider.bench.comparison.runs import Timed, bootstrap, ratio, repeated_share
 from outrider.orchestrator.cli import main
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.core.metrics import TARGET_DRAFTER_TRACK, TARGET_TRACK, Trace
 from outrider.orchestrator.core.policy.forecasts import (
     Costs,
@@ -27,11 +29,13 @@ from outrider.orchestrator.core.policy.forecasts import (
     sd_rate,
     ssd_rate,
 )
+from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import DraftWork, RoundRecord, Span
 from outrider.protocol.version import install_command
 from tools.formula import speedup_bound
+from tools.overlap_timing import Overlap, format_table, measure
 
 FLAT = Costs(10.0, lambda rows: 10.0, lambda depth: 4.0, lambda depth: 9.0, 0.0)
 
@@ -135,7 +139,7 @@ def test_trace_has_perfetto_events(tmp_path: Path) -> None:
 
 
 def test_rounds_are_drawn_to_a_file(tmp_path: Path) -> None:
-    picture.save(draw_rounds(list(map(record, range(1, 20))), "test", 3, 10), tmp_path / "rounds.png")
+    picture.save(draw_rounds(list(map(record, range(1, 20))), "test", 10), tmp_path / "rounds.png")
     assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -152,27 +156,23 @@ def test_the_legend_has_the_colours_of_the_bars() -> None:
     for at, (lookup, source) in enumerate(kinds, 1):
         work = DraftWork("draft-0", at, at, 0 if at == 8 else 8, Span(at * 12_000_000, at * 12_000_000 + 2_000_000))
         rounds.append(record(at, lookup, source, work))
-    axes = draw_rounds(rounds, "test", 1, 8).axes[0]
+    axes = draw_rounds(rounds, "test", 8).axes[0]
     legend = axes.get_legend()
     assert legend is not None
     shown = {to_hex(patch.get_facecolor()) for patch in legend.findobj(Patch) if patch is not legend.get_frame()}
     painted = {to_hex(one.get_facecolor()[0]) for one in axes.collections if isinstance(one, PolyCollection)}
-    assert len(painted) == 7 + 5 and painted <= shown
+    assert len(painted) == 7 + 1 and painted <= shown  # a chain on request has one colour on both tracks
 
 
 @pytest.fixture
 def overlap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], int]:
     """Returns a function that runs `outrider overlap --out PATH` with fixed results instead of measurements."""
 
-    def fake_rounds(_options: Any, _prompt: str, trace: Path, _screen: Any) -> list[RoundRecord]:
+    def fake_rounds(_options: Any, _prompt: str, trace: Path, _screen: Any) -> dict[str, list[RoundRecord]]:
         write_trace(trace)
-        return list(map(record, range(1, 20)))
+        return {mode: list(map(record, range(1, 20))) for mode in ("ssd", "sd")}
 
-    measured = Overlap(
-        verify=10.0, ahead=4.0, both=11.0, verify_in_both=10.5, ahead_in_both=4.5, depth=4, branches=16, rounds=3
-    )
-    monkeypatch.setattr("outrider.bench.commands.overlap._measure", lambda *_: measured)
-    monkeypatch.setattr("outrider.bench.commands.overlap._run_ssd_rounds", fake_rounds)
+    monkeypatch.setattr("outrider.bench.commands.overlap._run_rounds", fake_rounds)
     return lambda out: main(["overlap", "--out", str(out)])
 
 
@@ -205,12 +205,12 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_without_matplotlib_overlap_prints_its_tables_and_a_note(
+def test_without_matplotlib_overlap_prints_its_table_and_a_note(
     overlap: Callable[[Path], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert overlap(tmp_path / "x.png") == 0
     captured = capsys.readouterr()
-    assert "overlap efficiency" in captured.out and "work ahead" in captured.out and "ten rounds" not in captured.out
+    assert "target busy" in captured.out and "ten rounds" not in captured.out
     assert (tmp_path / "x.json").is_file() and not (tmp_path / "x.png").exists()
     assert (
         captured.err
@@ -233,9 +233,25 @@ def test_without_matplotlib_bench_starts_and_writes_its_results(
         main(["bench", "--prompts", "1", "--peers", "none", "--out", str(tmp_path)])
 
 
-def test_missing_rounds_cannot_be_drawn() -> None:
-    with pytest.raises(InvalidRequest, match="no rounds 50"):
-        draw_rounds([record(1)], "test", 50, 10)
+def test_overlap_is_described_by_rounds_of_ssd_and_of_sd() -> None:
+    """The verifies of SD take 8 ms, those of SSD 10 of 12 ms; of the 4 ms of drafting, 3 are during a verify."""
+
+    def drafted(number: int) -> RoundRecord:
+        start = number * 12_000_000
+        return record(
+            number, "hit", "cache", DraftWork("draft-0", number, 1, 8, Span(start - 1_000_000, start + 3_000_000))
+        )
+
+    alone = [structs.replace(record(n), verify=Span(0, 8_000_000)) for n in range(1, 20)]
+    lines = describe([drafted(n) for n in range(1, 7)], alone).splitlines()
+    assert [line.split()[1] for line in lines[1:3]] == ["10.00", "4.00"]
+    assert "1.25 times as long as in SD" in lines[1] and "75% of it during verifies" in lines[2]
+    assert lines[3] == "  target busy for 86% of the time"  # 6 times 10 of 70 ms
+
+
+def test_a_text_without_rounds_has_no_overlap_to_describe() -> None:
+    with pytest.raises(InvalidRequest, match="no rounds from 8 on; expected a longer context"):
+        describe([], [record(1)])
 
 
 def test_unwritable_trace_path_is_refused(tmp_path: Path) -> None:
@@ -257,10 +273,10 @@ def test_in_process_drafter_has_its_own_track_in_the_targets_process(tmp_path: P
 
 @pytest.mark.parametrize(("both", "word"), [(9.0, "Above 1"), (10.0, ""), (15.0, ""), (21.0, "Below 0")])
 def test_overlap_efficiency_outside_zero_to_one_is_explained(both: float, word: str) -> None:
-    found = _format_table(Overlap(9, 4, 16, 10.0, 6.0, both, 10.0, 6.0))
+    found = format_table(Overlap(9, 4, 16, 10.0, 6.0, both, 10.0, 6.0))
     assert ("Above 1" in found, "Below 0" in found) == (word == "Above 1", word == "Below 0")
 
 
-def test_rounds_beyond_a_models_context_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["overlap", "--model", "tiny", "--rounds", "1000", "--out", str(tmp_path)]) == 2
-    assert "tokens, and the context is 1024; expected fewer rounds" in capsys.readouterr().err
+def test_rounds_beyond_a_models_context_cannot_be_timed() -> None:
+    with pytest.raises(InvalidRequest, match="tokens, and the context is 1024; expected fewer rounds"):
+        measure(choose_pair(ServeSettings(model="tiny")), 1000, Screen())

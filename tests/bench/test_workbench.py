@@ -9,14 +9,14 @@ from typing import Any, cast
 import pytest
 import zmq
 
-from outrider.bench import timing
-from outrider.bench.timing import WARM_UP_ROUNDS, Workbench
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import WorkerLoss
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Fault, Message, Outcome
 from outrider.protocol.sampling import SamplingParams
+from tools import workbench
+from tools.workbench import WARM_UP_ROUNDS, Workbench
 
 
 class FakePool:
@@ -55,10 +55,10 @@ def test_rounds_verify_the_text_itself_and_the_warm_up_does_not_count(monkeypatc
 def test_workbench_without_a_drafter_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     notes = ["no draft model: it can't draft"]
     pool = SimpleNamespace(start=lambda: None, stats=lambda: (), close=lambda: None, drafters=set, notes=lambda: notes)
-    monkeypatch.setattr(timing, "WorkerPool", lambda *_: pool)
-    monkeypatch.setattr(timing, "is_serving", lambda stats: True)
+    monkeypatch.setattr(workbench, "WorkerPool", lambda *_: pool)
+    monkeypatch.setattr(workbench, "is_serving", lambda stats: True)
     with pytest.raises(WorkerError, match="nothing can be drafted: no draft model: it can't draft"):  # noqa: SIM117
-        with timing.workbench(ServeSettings(), lambda stage: None):
+        with workbench.workbench(ServeSettings(), lambda stage: None):
             pytest.fail("there is nothing to time")
 
 

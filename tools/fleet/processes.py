@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol.sampling import SamplingParams

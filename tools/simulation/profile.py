@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from outrider.bench.timing import Latency
+from outrider.bench.latency import Latency
 from outrider.protocol.errors import InvalidRequest
 
 PROFILES = Path(__file__).parent / "profiles"

@@ -1,7 +1,7 @@
 """A table and a picture of the latencies of requests at random times.
 
-Intervals are over blocks, and for numbers per request also over the requests in each block. A request's time per token
-is the time from its first text to its end divided by its other tokens, as in vLLM's benchmark.
+Intervals are over blocks. A request's time per token is the time from its first text to its end divided by its other
+tokens, as in vLLM's benchmark.
 """
 
 from __future__ import annotations
@@ -9,18 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from outrider.bench import picture
-from outrider.bench.comparison.report import RUNNER_COLOURS, Percentiles, estimate_percentiles
+from outrider.bench.comparison.report import Percentiles, draw_curve, estimate_percentiles, finish_panel
 from outrider.bench.comparison.runs import Interval, Timed, bootstrap, total_rate
 from tools.web.load_generator import TimedAnswer
 from tools.web.streams import StreamTimes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-OTHER_COLOURS = {"mlx-lm": RUNNER_COLOURS["mlx-lm"], "mlx-lm, draft": "#8d6a9f"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +38,8 @@ def make_row(name: str, share: float, blocks: Sequence[Sequence[TimedAnswer]]) -
         name,
         share,
         bootstrap([time_streams(block) for block in found], total_rate),
-        estimate_percentiles([[[1000 * (s.first - s.sent)] for s in block] for block in found]),
-        estimate_percentiles([[_token_ms(s) for s in block] for block in found]),
+        estimate_percentiles([[1000 * (s.first - s.sent) for s in block] for block in found]),
+        estimate_percentiles([[ms for s in block for ms in _token_ms(s)] for block in found]),
         sum(len(block) for block in blocks),
         errors,
     )
@@ -74,7 +68,8 @@ def table(rows: Sequence[LatencyRow]) -> str:
     return "\n".join(lines)
 
 
-PANELS: dict[str, Callable[[LatencyRow], Percentiles]] = {
+PANELS: dict[str, Callable[[LatencyRow], Interval | Percentiles]] = {
+    "total tokens per second": lambda row: row.rate,
     "first text, ms (p50; dotted p99)": lambda row: row.first_ms,
     "per token, ms (p50; dotted p99)": lambda row: row.token_ms,
 }
@@ -86,42 +81,13 @@ def draw(rows: Sequence[LatencyRow], path: Path, title: str) -> None:
     Raises:
         InvalidRequest: the file can't be written.
     """
-    figure = picture.create_figure(5.2 * (len(PANELS) + 1), 4.2)
-    from matplotlib.ticker import LogLocator
-
-    first, *others = figure.subplots(1, len(PANELS) + 1)
-    for name in dict.fromkeys(one.name for one in rows):
-        chosen = [one for one in rows if one.name == name]
-        _line(first, name, chosen, [one.rate for one in chosen])
-        for axes, of in zip(others, PANELS.values(), strict=True):
-            _line(axes, name, chosen, [of(one).p50 for one in chosen])
-            tails = [of(one).p99.value for one in chosen]
-            axes.plot([one.share for one in chosen], tails, color=_colour(name), linestyle=":", marker=".")
-    for axes, title_of_panel in zip((first, *others), ("total tokens per second", *PANELS), strict=True):
-        axes.set_title(title_of_panel, fontsize=10, loc="left")
-        axes.set_xlabel("load as a share of the capacity")
+    figure = picture.create_figure(5.2 * len(PANELS), 4.2)
+    for axes, (panel, of) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+        for name in dict.fromkeys(one.name for one in rows):
+            chosen = [one for one in rows if one.name == name]
+            draw_curve(axes, name, [one.share for one in chosen], list(map(of, chosen)))
+        finish_panel(axes, panel, "load as a share of the capacity")
         axes.set_xticks(sorted({one.share for one in rows}))
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in others:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-    first.set_ylim(bottom=0)
-    first.legend(frameon=False, fontsize=9)
+    figure.axes[0].legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
     picture.save(figure, path, 110)
-
-
-def _line(axes: Axes, name: str, rows: Sequence[LatencyRow], values: Sequence[Interval]) -> None:
-    errors = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
-    shares = [one.share for one in rows]
-    axes.errorbar(
-        shares, [v.value for v in values], yerr=errors, label=name, color=_colour(name), marker="o", markersize=4,
-        capsize=3,
-    )  # fmt: skip
-
-
-def _colour(name: str) -> str | None:
-    return OTHER_COLOURS.get(name, RUNNER_COLOURS.get(name))

@@ -1,15 +1,11 @@
 """Isolated times: what each step of a round costs on real workers, while one process works and all others are idle.
 
-Times are spans that workers measure around evaluated work, on this machine's clock. `Latency` also describes the times
-that `tune` takes from real rounds.
+Times are spans that workers measure around evaluated work, on this machine's clock.
 """
 
 from __future__ import annotations
 
-import statistics
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -200,28 +196,3 @@ class Workbench:
         self._pool.ping(clock.now())
         for loss in self._pool.losses(clock.now()):
             raise WorkerError(loss.why)
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """Milliseconds of a forward by its rows (tokens, branches): measured points in order, linear between and beyond.
-
-    Beyond the first and the last point it never falls below the lesser of the two points that its line goes through.
-    """
-
-    points: tuple[tuple[int, float], ...]
-
-    def __call__(self, rows: float) -> float:
-        if len(self.points) == 1:
-            return self.points[0][1]
-        right = min(max(bisect_left(self.points, (rows, 0.0)), 1), len(self.points) - 1)
-        (low, low_ms), (high, high_ms) = self.points[right - 1], self.points[right]
-        return max(low_ms + (high_ms - low_ms) * (rows - low) / (high - low), min(low_ms, high_ms))
-
-
-def median_latency(samples: Iterable[tuple[int, float]]) -> Latency:
-    """Returns the median milliseconds by rows, tokens or branches."""
-    by_rows = defaultdict[int, list[float]](list)
-    for rows, ms in samples:
-        by_rows[rows].append(ms)
-    return Latency(tuple((rows, statistics.median(found)) for rows, found in sorted(by_rows.items())))
