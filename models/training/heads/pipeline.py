@@ -27,10 +27,9 @@ from models.training.heads.early_exit import EarlyExit
 from models.training.heads.head import Target, TrainableHead
 from models.training.heads.loss import TargetTopK, agreement, loss
 from models.training.heads.mtp import Mtp
-from models.training.heads.prompts import Prompts, draw_prompts
 from models.training.heads.recipe import HeadRecipe, check
 from models.training.heads.redrafter import Redrafter
-from models.training.heads.store import Store, StoreIdentity
+from models.training.heads.store import Prompts, Store, StoreIdentity, draw_prompts
 from models.training.llama import Llama
 from models.training.loop import Draws, Loop, autocast, pick_device
 from models.training.record import FILE_NAME
