@@ -237,6 +237,14 @@ def test_held_out_prompts_are_not_trained_on(tmp_path: Path) -> None:
     assert {prompt.kind for prompt in asked} == set(prompts.KINDS)
 
 
+def test_no_snippet_of_the_training_has_a_held_out_one_in_it_or_is_part_of_one() -> None:
+    held_out = next(text for number in range(999) if prompts._is_held_out(text := f"It says the number {number}."))
+    trained = [text for number in range(99) if not prompts._is_held_out(text := f"It counts to {number}.")]
+    inside = [f"def f({n}):\n    # {held_out.replace(chr(32), chr(10), 2)}" for n in "ab"]
+    cut = prompts.Snippets((held_out, *trained), tuple(inside)).split(held_out=False)
+    assert cut == prompts.Snippets(tuple(trained), ())
+
+
 def test_coupled_probability_equals_that_of_shared_noise() -> None:
     generator = torch.Generator().manual_seed(0)
     target = 3 * torch.randn(1, 40, generator=generator)
