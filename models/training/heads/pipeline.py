@@ -59,8 +59,8 @@ _KINDS: dict[str, Callable[[HeadRecipe, Target], TrainableHead]] = {
 @dataclass(frozen=True, slots=True)
 class HeadRecord:
     """The content of `training.json`. `target`: the digest of its config and weights; `held_out_agreement`: by step,
-    how often the head's most likely token is the target's on text that the target generated after the `held_out` files,
-    given the true tokens before it."""
+    how often the head's most likely token is the target's on passages of the `held_out` files that the target
+    continues, given the true tokens before it."""
 
     recipe: HeadRecipe
     target: str
