@@ -506,6 +506,7 @@ def test_a_stored_draft_contains_no_weights_of_its_target(draft: Path) -> None:
     with safe_open(draft / "model.safetensors", "numpy") as file:
         names = set(file.keys())
     assert not any("embed" in name or "lm_head" in name for name in names)
+    assert len({entry.stat().st_mode for entry in draft.iterdir()}) == 1  # who may read config.json may read the draft
 
 
 def test_training_continues_from_a_finished_draft(draft: Path, target: Path, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def head(
 def test_a_head_is_trained_and_no_other_file_is_left(head: Path) -> None:
     assert {entry.name for entry in head.parent.iterdir()} == {head.name}
     assert {entry.name for entry in head.iterdir()} == {"config.json", "model.safetensors", "training.json"}
+    assert len({entry.stat().st_mode for entry in head.iterdir()}) == 1  # safetensors writes files for their owner only
     record = json.loads((head / "training.json").read_text())
     assert record["tokens_seen"] == 5_120 and len(record["held_out"]) == 4
     assert record["held_out_agreement"][0] > 0.03  # chance is 1 in 300; what ten steps learn differs by CPU

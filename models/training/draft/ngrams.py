@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from models.training.storage import replacing
 from outrider.protocol.errors import InvalidRequest
@@ -92,7 +92,7 @@ def save_table(path: str | Path, entries: dict[tuple[int, ...], tuple[int, float
     tokens, shares = np.array([token for token, _ in ordered], np.uint32), [share for _, share in ordered]
     rounded = np.clip(np.rint(np.array(shares) * 255), 0, 255).astype(np.uint8)
     arrays = {"gaps": _narrow(gaps), "tokens": _narrow(tokens), "shares": rounded}
-    save_file(arrays, path, {name: str(value) for name, value in about.items()})
+    Path(path).write_bytes(save(arrays, {name: str(value) for name, value in about.items()}))
 
 
 def _narrow(array: NDArray[np.uint32]) -> NDArray[Any]:

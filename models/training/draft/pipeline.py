@@ -111,6 +111,8 @@ def run(recipe: DraftRecipe, target: Path, out: Path, store: Path, *, text_only:
             raise InvalidRequest(f"another run uses {partial}; wait for its end or choose another --out")
         trainer = _trainer(recipe, model, layers, samples, held_out, frequencies, partial)
         left = None if recipe.minutes is None else max(0.0, recipe.minutes - timer.seconds / 60)
+        if left == 0 and trainer.state.step == 0:
+            log.warning("draft: the text took all of the %g minutes, so nothing is trained", recipe.minutes)
         trainer.run(left, before_step=lambda: _refresh(samples, trainer.state.step))
         trainer.scale_logits()
         export(out, target)
@@ -237,7 +239,7 @@ def _held_out(
     store = Store(folder / "held-out", identity)
     with file_lock(folder / "writing-held-out", wait=True):
         store.refresh()
-        if store.next_number < count:
+        if not store.samples:  # they are one shard
             log.info("text: %d held-out prompts", count)
             _answer(store, model, tokenizer, prompts, lambda number: number >= count, in_one_shard=True)
     return store.samples

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from models.training.storage import open_store, replacing
@@ -89,7 +89,7 @@ class Store:
         }
         metadata = [(s.number, s.kind, s.temp, s.prompt_length, len(s.tokens), len(s.ids)) for s in samples]
         with replacing(self._folder / f"shard-{number:08}.safetensors") as temporary:
-            save_file(tensors, temporary, metadata={_METADATA_KEY: json.dumps(metadata)})
+            temporary.write_bytes(save(tensors, {_METADATA_KEY: json.dumps(metadata)}))
         self.refresh()
 
     def by_length(self) -> list[Sample]:

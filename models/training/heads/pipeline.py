@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -187,4 +187,4 @@ def write_head(folder: Path, head: TrainableHead, target: str) -> None:
     folder.mkdir(parents=True)
     write_json(folder / "config.json", {**config, "target": target})
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(on_cpu, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(on_cpu, {"format": "pt"}))
