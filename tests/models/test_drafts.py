@@ -29,6 +29,8 @@ from tests.models import heads
 
 torch = pytest.importorskip("torch", reason="training needs PyTorch (the extra `train`)")
 
+from safetensors.torch import save  # noqa: E402
+
 from models.training import corpus  # noqa: E402
 from models.training.draft import batch_generator, pipeline, prompts, text, trainer  # noqa: E402
 from models.training.draft.batch_generator import BatchGenerator, TokensPrompt  # noqa: E402
@@ -518,8 +520,21 @@ def test_training_continues_from_a_finished_draft(draft: Path, target: Path, tmp
     assert torch.equal(tokens, same) and weights.keys() == again.keys()
     for name, weight in weights.items():
         assert torch.allclose(weight, again[name], atol=1e-3), name
-    with pytest.raises(ModelError, match="has no draft"):
-        read_draft(tmp_path)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"half")
+    for folder in (tmp_path, tmp_path / "damaged"):
+        with pytest.raises(ModelError, match="has no draft"):
+            read_draft(folder)
+
+
+def test_a_run_cannot_begin_as_a_head(run_folder: Path, target: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_folder / "store", tmp_path / "store")
+    (tmp_path / "head").mkdir()
+    tensors = {"d2t": torch.zeros(8), "midlayer.mlp.up_proj.weight": torch.zeros(8, 8)}
+    (tmp_path / "head" / "model.safetensors").write_bytes(save(tensors))
+    with pytest.raises(InvalidRequest, match="has 0 layers of width 0"):
+        recipe = replace(RECIPE, minutes=0.0, begin_as=tmp_path / "head")
+        pipeline.run(recipe, target, tmp_path / "draft", tmp_path / "store")
 
 
 def test_a_run_that_begins_as_a_draft_keeps_its_tokens_and_adds_likely_ones(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -50,7 +51,7 @@ def read_draft(folder: Path) -> tuple[dict[str, Tensor], Tensor]:
     try:
         tensors = load_file(folder / "model.safetensors")
         offsets = tensors.pop("d2t").long()
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, SafetensorError) as error:
         raise ModelError(f"{folder} has no draft that was trained here ({error})") from error
     weights: dict[str, Tensor] = {}
     for key, tensor in tensors.items():

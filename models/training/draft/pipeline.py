@@ -218,7 +218,8 @@ def _read_initial(folder: Path, layers: int, mlp: int | None, target: Shape) -> 
     else:
         weights, vocab_ids = read_draft(folder)
     count = sum(name.endswith(".gate_proj.weight") for name in weights)
-    form = (*weights["layers.0.mlp.gate_proj.weight"].shape, int(vocab_ids.max()) < target.vocab)
+    gate = weights.get("layers.0.mlp.gate_proj.weight", torch.empty(0, 0))
+    form = (*gate.shape, int(vocab_ids.max()) < target.vocab)
     if count > layers or form != (mlp or target.mlp, target.hidden, True):
         raise InvalidRequest(
             f"{folder} has {count} layers of width {form[1]} with MLPs of {form[0]}; expected up to {layers} of"
