@@ -48,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
         raise OutriderError(
             f"training needs {error.name}, which is not installed; run: pip install -e '.[train]'"
         ) from error
+    except OSError as error:
+        raise OutriderError(f"{error}; when that is mended, the same command continues") from error
     except KeyboardInterrupt:
         sys.stderr.write("train: stopped; the same command continues from the last checkpoint\n")
         return cli.INTERRUPTED_EXIT_CODE

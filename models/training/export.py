@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer
 
 from models.training.llama import Llama
@@ -22,7 +22,7 @@ def write_model(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
         f"model.{name}": tensor.detach().to("cpu", torch.float16).contiguous()
         for name, tensor in model.state_dict().items()
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
     write_json(folder / "config.json", {**llama_config(model.shape), "bos_token_id": 0, "eos_token_id": 0})
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     write_json(

@@ -60,9 +60,10 @@ def pick_device() -> torch.device:
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:
-    """Returns bfloat16 if the device multiplies it faster than float32 (CUDA, AVX512-BF16, AMX), else float32."""
+    """Returns bfloat16 if the device multiplies it faster than float32 (Ampere or later, AVX512-BF16, AMX), else
+    float32."""
     if device.type == "cuda":
-        return torch.bfloat16
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast and torch.backends.mkldnn.is_available() else torch.float32
 
@@ -70,6 +71,12 @@ def matrix_dtype(device: torch.device) -> torch.dtype:
 def autocast(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
     """Returns a context in which matrix products are bfloat16, if `dtype` is."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Returns the clock that measures a training's minutes. On a CPU, time in which the process is suspended, or other
+    processes compute, does not count."""
+    return time.process_time if device.type == "cpu" else time.monotonic
 
 
 def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:

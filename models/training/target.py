@@ -28,7 +28,7 @@ def load_target(folder: Path, device: torch.device, dtype: torch.dtype = torch.b
     Raises:
         ModelError: the model is not a plain Llama, or can't be read.
     """
-    model = Llama(_shape(_config(folder), folder), seed=0)
+    model = Llama(load_shape(folder), seed=0)
     parameters = model.state_dict()
     weights = _weights(folder, parameters)
     missing = sorted(parameters.keys() - weights.keys())
@@ -40,6 +40,11 @@ def load_target(folder: Path, device: torch.device, dtype: torch.dtype = torch.b
         if parameter.dim() >= 2:
             parameter.data = parameter.data.to(dtype)
     return model.to(device).eval()
+
+
+def load_shape(folder: Path) -> Shape:
+    """Returns the shape of the model in `folder`. Raises ModelError if it is not a plain Llama."""
+    return _shape(_config(folder), folder)
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

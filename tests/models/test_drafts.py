@@ -6,8 +6,10 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +29,8 @@ from tests.models import heads
 
 torch = pytest.importorskip("torch", reason="training needs PyTorch (the extra `train`)")
 
+from safetensors.torch import save  # noqa: E402
+
 from models.training import corpus  # noqa: E402
 from models.training.draft import batch_generator, pipeline, prompts, text, trainer  # noqa: E402
 from models.training.draft.batch_generator import BatchGenerator, TokensPrompt  # noqa: E402
@@ -36,8 +40,10 @@ from models.training.draft.pipeline import DraftRecipe  # noqa: E402
 from models.training.draft.store import Sample, Store, StoreIdentity  # noqa: E402
 from models.training.draft.text import ChatTokenizer  # noqa: E402
 from models.training.draft.trainer import Trainer  # noqa: E402
+from models.training.loop import matrix_dtype  # noqa: E402
 from models.training.quantise import fake_quantise, pack, quantise  # noqa: E402
-from models.training.target import load_target  # noqa: E402
+from models.training.storage import file_lock  # noqa: E402
+from models.training.target import load_shape, load_target  # noqa: E402
 
 CPU = torch.device("cpu")
 RECIPE = DraftRecipe(layers=(1,), vocab=160, text_tokens=1500, rate=5e-3, batch_tokens=512, held_out=6)
@@ -237,6 +243,14 @@ def test_held_out_prompts_are_not_trained_on(tmp_path: Path) -> None:
     assert {prompt.kind for prompt in asked} == set(prompts.KINDS)
 
 
+def test_no_snippet_of_the_training_has_a_held_out_one_in_it_or_is_part_of_one() -> None:
+    held_out = next(text for number in range(999) if prompts._is_held_out(text := f"It says the number {number}."))
+    trained = [text for number in range(99) if not prompts._is_held_out(text := f"It counts to {number}.")]
+    inside = [f"def f({n}):\n    # {held_out.replace(chr(32), chr(10), 2)}" for n in "ab"]
+    cut = prompts.Snippets((held_out, *trained), tuple(inside)).split(held_out=False)
+    assert cut == prompts.Snippets(tuple(trained), ())
+
+
 def test_coupled_probability_equals_that_of_shared_noise() -> None:
     generator = torch.Generator().manual_seed(0)
     target = 3 * torch.randn(1, 40, generator=generator)
@@ -278,6 +292,171 @@ def test_an_assembled_draft_computes_as_the_trained_one(
     assert np.isneginf(np.delete(said, kept, axis=1)).all()
 
 
+def _copy_unfinished(run: Path, to: Path) -> None:
+    for name in ("draft.partial", "store"):
+        shutil.copytree(run / name, to / name)
+
+
+def test_a_stop_after_an_evaluation_keeps_its_draft_until_a_better_one(
+    run_folder: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best draft is written before the checkpoint that knows of it."""
+    _copy_unfinished(run_folder, tmp_path / "run")
+    path = tmp_path / "run" / "draft.partial" / "best.pt"
+    best = torch.load(path, weights_only=True)
+    best["progress"]["best"] = 0.99
+    torch.save(best, path)
+    before = path.read_bytes()
+    _run_until(32, target, tmp_path / "run")
+    assert path.read_bytes() == before
+
+
+def test_all_time_of_the_training_counts_as_minutes(
+    run_folder: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations, checkpoints and reading new text, too; a GPU is paid for them."""
+    _copy_unfinished(run_folder, tmp_path / "run")
+    now, steps = [0.0], list[float]()
+    original = Trainer._evaluate
+
+    def slow(self: Trainer, loss: float) -> None:
+        now[0] += 20.0
+        original(self, loss)
+
+    def counted(self: Trainer, done: float) -> float:
+        steps.append(done)
+        return 0.0
+
+    monkeypatch.setattr(trainer, "clock_of", lambda device: lambda: now[0])
+    monkeypatch.setattr(Trainer, "_evaluate", slow)
+    monkeypatch.setattr(Trainer, "_step", counted)
+    monkeypatch.setattr(trainer, "_EVALUATION_SPACING", 0)
+    monkeypatch.setattr(pipeline.TrainerConfig, "__init__", _often(pipeline.TrainerConfig.__init__))
+    monkeypatch.setattr(Trainer, "scale_logits", lambda self: None)
+    pipeline.run(replace(RECIPE, minutes=2.0), target, tmp_path / "run" / "draft", tmp_path / "run" / "store")
+    assert 4 <= len(steps) <= 6  # of 20 seconds each
+
+
+def test_a_pause_during_generation_takes_no_minutes(tmp_path: Path) -> None:
+    timer = pipeline._TextTimer(tmp_path / "text.json", pipeline.clock_of(CPU))
+    time.sleep(0.5)
+    assert timer.update() < 0.5
+
+
+def test_stopped_held_out_answers_are_generated_again_as_a_whole(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that end first are short, so a part of them would not represent all."""
+    original = BatchGenerator.samples
+
+    def stopped(self: BatchGenerator, next_prompt: Any) -> Any:
+        for number, sample in enumerate(original(self, next_prompt)):
+            if number == 9:
+                raise KeyboardInterrupt
+            yield sample
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchGenerator, "samples", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run(RECIPE, target, tmp_path / "draft", tmp_path / "store", text_only=True)
+    assert not (tmp_path / "draft.partial").exists()  # its time is not that of a training
+    pipeline.run(replace(RECIPE, minutes=0.0), target, tmp_path / "draft", tmp_path / "store")
+    found = list((tmp_path / "store" / "held-out").glob("shard-*"))
+    identity = StoreIdentity(**json.loads((tmp_path / "store" / "held-out" / "store.json").read_text()))
+    samples = Store(tmp_path / "store" / "held-out", identity).samples
+    assert len(found) == 1 and len(samples) == 2 * len({sample.number for sample in samples})
+
+
+def test_little_text_is_enough_for_a_run_that_asks_for_it(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else would generate the rest, so the run would wait for ever."""
+    monkeypatch.setattr(pipeline, "_MIN_TOKENS", 10_000)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for text"))
+    recipe = replace(RECIPE, text_tokens=300, minutes=0.0)
+    pipeline.run(recipe, target, tmp_path / "draft", tmp_path / "store")
+    assert (tmp_path / "draft" / "config.json").is_file()
+
+
+def test_a_run_generates_text_itself_if_the_other_one_has_stopped(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ExitStack()
+    assert other.enter_context(file_lock(tmp_path / "store" / "writing"))
+    with pytest.raises(InvalidRequest, match="another run generates text"):
+        pipeline.run(RECIPE, target, tmp_path / "draft", tmp_path / "store", text_only=True)
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: (waits.append(seconds), other.close()))
+    pipeline.run(replace(RECIPE, minutes=0.0), target, tmp_path / "draft", tmp_path / "store")
+    assert len(waits) == 1
+
+
+def test_answers_at_once_take_half_of_a_gpus_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = SimpleNamespace(device=torch.device("cuda"), is_cuda=True, element_size=lambda: 2)
+    shape = Shape(hidden=576, layers=30, heads=9, kv_heads=3, mlp=1536, vocab=49152, context=8192)
+    model: Any = SimpleNamespace(embed_tokens=SimpleNamespace(weight=weight), shape=shape)
+    for gigabytes, slots in ((16, 339), (80, 768)):
+        device = SimpleNamespace(total_memory=gigabytes * 10**9)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, device=device: device)
+        monkeypatch.setattr(pipeline, "_SLOTS", {"cuda": 768})
+        assert pipeline._slot_count(model) == slots
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_gpu_that_only_emulates_bfloat16_computes_in_float32(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: fast or including_emulation)
+    assert matrix_dtype(torch.device("cuda")) == (torch.bfloat16 if fast else torch.float32)
+
+
+def test_two_runs_cannot_train_the_same_draft(run_folder: Path, target: Path, tmp_path: Path) -> None:
+    _copy_unfinished(run_folder, tmp_path / "run")
+    with (
+        file_lock(tmp_path / "run" / "draft.partial" / "lock"),
+        pytest.raises(InvalidRequest, match="another run uses"),
+    ):
+        pipeline.run(replace(RECIPE, minutes=0.0), target, tmp_path / "run" / "draft", tmp_path / "run" / "store")
+
+
+def test_an_interrupted_export_leaves_nothing(
+    run_folder: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _copy_unfinished(run_folder, tmp_path / "run")
+    out = tmp_path / "run" / "draft"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("models.training.draft.export._config", _interrupt)
+        pipeline.export(out, target)
+    assert not out.exists()
+    pipeline.export(out, target)
+    assert read_draft(out)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ({"layers": (3,)}, "expected layers of the target, -3 to 2"),
+        ({"mlp": 40}, "groups of 32"),
+        ({"mlp": 128}, "between 32 and 96, not 128"),
+        ({"vocab": 0}, "vocabulary must lie"),
+        ({"seed": -1}, "seed must lie"),
+        ({"rate": float("nan")}, "learning rate must lie"),
+        ({"batch_tokens": 0}, "tokens per batch must lie"),
+        ({"text_tokens": 0}, "text tokens must lie"),
+        ({"minutes": -1.0}, "minutes must lie"),
+        ({"coupled": -1.0}, "--coupled must lie"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_before_anything_is_written(
+    setting: dict[str, Any], sentence: str, target: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        pipeline.run(replace(RECIPE, **setting), target, tmp_path / "draft", tmp_path / "store")
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_draft_without_an_evaluation_is_not_exported(target: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no draft that has been evaluated"):
         pipeline.export(tmp_path / "draft", target)
@@ -286,8 +465,7 @@ def test_a_draft_without_an_evaluation_is_not_exported(target: Path, tmp_path: P
 def test_a_run_without_time_left_is_published_into_an_empty_folder(
     run_folder: Path, target: Path, tmp_path: Path
 ) -> None:
-    for name in ("draft.partial", "store"):
-        shutil.copytree(run_folder / name, tmp_path / name)
+    _copy_unfinished(run_folder, tmp_path)
     (tmp_path / "draft").mkdir()
     pipeline.run(replace(RECIPE, minutes=0.0), target, tmp_path / "draft", tmp_path / "store")
     assert (tmp_path / "draft" / "training.json").is_file()
@@ -330,6 +508,7 @@ def test_a_stored_draft_contains_no_weights_of_its_target(draft: Path) -> None:
     with safe_open(draft / "model.safetensors", "numpy") as file:
         names = set(file.keys())
     assert not any("embed" in name or "lm_head" in name for name in names)
+    assert len({entry.stat().st_mode for entry in draft.iterdir()}) == 1  # who may read config.json may read the draft
 
 
 def test_training_continues_from_a_finished_draft(draft: Path, target: Path, tmp_path: Path) -> None:
@@ -341,8 +520,21 @@ def test_training_continues_from_a_finished_draft(draft: Path, target: Path, tmp
     assert torch.equal(tokens, same) and weights.keys() == again.keys()
     for name, weight in weights.items():
         assert torch.allclose(weight, again[name], atol=1e-3), name
-    with pytest.raises(ModelError, match="has no draft"):
-        read_draft(tmp_path)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"half")
+    for folder in (tmp_path, tmp_path / "damaged"):
+        with pytest.raises(ModelError, match="has no draft"):
+            read_draft(folder)
+
+
+def test_a_run_cannot_begin_as_a_head(run_folder: Path, target: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_folder / "store", tmp_path / "store")
+    (tmp_path / "head").mkdir()
+    tensors = {"d2t": torch.zeros(8), "midlayer.mlp.up_proj.weight": torch.zeros(8, 8)}
+    (tmp_path / "head" / "model.safetensors").write_bytes(save(tensors))
+    with pytest.raises(InvalidRequest, match="has 0 layers of width 0"):
+        recipe = replace(RECIPE, minutes=0.0, begin_as=tmp_path / "head")
+        pipeline.run(recipe, target, tmp_path / "draft", tmp_path / "store")
 
 
 def test_a_run_that_begins_as_a_draft_keeps_its_tokens_and_adds_likely_ones(
@@ -357,6 +549,20 @@ def test_a_run_that_begins_as_a_draft_keeps_its_tokens_and_adds_likely_ones(
     _, tokens = read_draft(tmp_path / "draft")
     assert len(tokens) == 200 and set(unlikely.tolist()) < set(tokens.tolist())
     assert torch.equal(tokens, tokens.unique())
+
+
+@pytest.mark.parametrize("setting", [{"mlp": 64}, {"layers": (0,)}])
+def test_a_run_cannot_begin_as_a_draft_of_another_form(
+    setting: dict[str, Any], run_folder: Path, draft: Path, target: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run_folder / "store", tmp_path / "store")
+    weights, tokens = read_draft(draft)
+    weights |= {name.replace("layers.0", "layers.1"): weight for name, weight in weights.items() if "layers.0" in name}
+    write_draft(tmp_path / "two", weights, tokens, load_shape(target), {})
+    recipe = replace(RECIPE, **{"layers": (0, 1), "minutes": 0.0, "begin_as": tmp_path / "two", **setting})
+    with pytest.raises(InvalidRequest, match="has 2 layers of width 64 with MLPs of 96; expected"):
+        pipeline.run(recipe, target, tmp_path / "draft", tmp_path / "store")
+    assert not (tmp_path / "draft.partial" / "draft.json").exists()
 
 
 def test_a_draft_that_does_not_fit_its_target_is_refused(draft: Path, target: Path, tmp_path: Path) -> None:
@@ -392,6 +598,15 @@ def test_answers_to_one_prompt_may_lie_in_several_shards(tmp_path: Path) -> None
     assert [sample.temp for sample in Store(tmp_path, FORM).samples] == [0.0, 0.8]
 
 
+def test_a_new_shard_replaces_none_after_one_was_removed(tmp_path: Path) -> None:
+    log_probs, ids = torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.int32)
+    for number in range(3):
+        if number == 2:
+            (tmp_path / "shard-00000000.safetensors").unlink()
+        Store(tmp_path, FORM).add([Sample(number, "chat", 0.0, 1, torch.zeros(3, dtype=torch.int32), ids, log_probs)])
+    assert [sample.number for sample in Store(tmp_path, FORM).samples] == [1, 2]
+
+
 def test_damaged_shard_and_foreign_store_are_refused(tmp_path: Path) -> None:
     sample = Sample(
         0, "chat", 0.0, 1, torch.zeros(3, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4)
@@ -402,6 +617,16 @@ def test_damaged_shard_and_foreign_store_are_refused(tmp_path: Path) -> None:
     next(tmp_path.glob("shard-*")).write_bytes(b"half")
     with pytest.raises(InvalidRequest, match="damaged"):
         Store(tmp_path, FORM)
+
+
+def test_a_file_that_cannot_be_written_is_named_in_a_sentence(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    where = ["--out", str(tmp_path / "draft"), "--store", str(tmp_path / "file" / "store")]
+    assert train.main(["--draft", "--target", str(target), *where]) != 0
+    said = capsys.readouterr().err
+    assert "Not a directory" in said and "the same command continues" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize(

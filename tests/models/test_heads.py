@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -16,14 +18,14 @@ from mlx_lm.utils import load_model, save_config
 
 from models import train
 from models.training import corpus
-from models.training.heads.recipe import KINDS
+from models.training.heads.recipe import KINDS, check
 from tests.models.heads import TINY, recipe, write_target
 
 torch = pytest.importorskip("torch", reason="training needs PyTorch (the extra `train`)")
 
 from models.training.heads import loss, pipeline  # noqa: E402
 from models.training.heads.head import Target  # noqa: E402
-from models.training.heads.store import Batch, generate  # noqa: E402
+from models.training.heads.store import Batch, Prompts, Store, StoreIdentity, generate  # noqa: E402
 from models.training.loop import Loop, autocast  # noqa: E402
 from models.training.target import load_target  # noqa: E402
 from outrider.drafters.heads import load as loading  # noqa: E402
@@ -79,6 +81,7 @@ def head(
 def test_a_head_is_trained_and_no_other_file_is_left(head: Path) -> None:
     assert {entry.name for entry in head.parent.iterdir()} == {head.name}
     assert {entry.name for entry in head.iterdir()} == {"config.json", "model.safetensors", "training.json"}
+    assert len({entry.stat().st_mode for entry in head.iterdir()}) == 1  # safetensors writes files for their owner only
     record = json.loads((head / "training.json").read_text())
     assert record["tokens_seen"] == 5_120 and len(record["held_out"]) == 4
     assert record["held_out_agreement"][0] > 0.03  # chance is 1 in 300; what ten steps learn differs by CPU
@@ -343,7 +346,9 @@ def test_generation_follows_the_targets_own_logits(target: Path) -> None:
         ({"kind": "mtp", "vocab": 100}, "mtp heads always draft all of the target's tokens; omit --vocab"),
         ({"kind": "mtp", "visible_prefix": True}, "mtp heads draft no blocks with prefixes"),
         ({"kind": "mtp", "hidden": 32}, "mtp heads are as wide as their target; omit --hidden"),
-        ({"hidden": 40}, "a head's width must be a multiple of 16 up to 64"),
+        ({"hidden": 40}, "--hidden of this eagle3 head must be a multiple of 16 up to 64, not 40"),
+        ({"kind": "redrafter", "hidden": 129}, "must be a multiple of 1 up to 128, not 129"),
+        ({"kind": "early-exit", "hidden": 65}, "must be a multiple of 1 up to 64, not 65"),
         ({"vocab": 999}, "a head for this target can have 17 to 300 tokens, not 999"),
         ({"length": 100}, "at most 64, the target's context"),
         ({"steps": 0}, "a head can learn 1 to 16 steps"),
@@ -357,6 +362,17 @@ def test_invalid_settings_are_refused_with_a_reason(
     with pytest.raises(InvalidRequest, match=sentence):
         pipeline.run(made, target, tmp_path / "head")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("settings", [{"kind": "redrafter", "hidden": 128}, {"kind": "early-exit", "hidden": 10}])
+def test_a_head_without_attention_may_have_any_width(settings: dict[str, Any]) -> None:
+    """Apple's ReDrafter heads are twice as wide as their target."""
+    check(recipe(**settings), TINY)
+
+
+def test_an_early_exit_is_not_the_last_layer() -> None:
+    with pytest.raises(InvalidRequest, match="at least four layers, not 3"):
+        check(recipe("early-exit"), replace(TINY, layers=3))
 
 
 @pytest.mark.parametrize(
@@ -396,6 +412,25 @@ def test_contradicting_arguments_are_a_one_line_error(
     assert train.main(["--out", str(tmp_path / "head"), *arguments]) != 0
     captured = capsys.readouterr().err
     assert sentence in captured and captured.count("\n") == 1
+
+
+def test_two_runs_generate_the_text_of_a_store_once(target: Path, tmp_path: Path) -> None:
+    made, model, asked = recipe("eagle3"), load_target(target, CPU), []
+    identity = StoreIdentity("target", "text", 0, made.length, (0, 1, 3), made.top, made.temps, made.part)
+    windows = np.random.default_rng(0).integers(0, TINY.vocab, (made.part, made.length))
+    second = Thread(target=lambda: Store(tmp_path, identity).fill(2, model, read))
+
+    def read(part: int) -> Prompts:
+        if not asked:
+            second.start()
+            second.join(1.0)
+        asked.append(part)
+        return Prompts(windows, np.full(made.part, made.length), np.zeros(made.part, np.float32))
+
+    store = Store(tmp_path, identity)
+    store.fill(2, model, read)
+    second.join()
+    assert asked == [0, 1] and store.count == 2 * made.part
 
 
 def test_store_of_another_origin_is_refused_and_unchanged(target: Path, tmp_path: Path) -> None:

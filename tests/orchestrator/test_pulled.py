@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from models.training.draft.ngram_table import save_table
+from models.training.draft.ngrams import save_table
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.pairing import model_files, pairing, pulled
 from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE, TINY_DRAFT, TINY_TARGET, find_model

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from models.training.draft.ngram_table import save_table
+from models.training.draft.ngrams import save_table
 from outrider.protocol import ngrams
 from outrider.protocol.errors import ModelError
 from outrider.protocol.ngrams import (

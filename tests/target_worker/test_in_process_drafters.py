@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from models.training.draft.ngram_table import save_table
+from models.training.draft.ngrams import save_table
 from outrider.drafters.growth import Continuation
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.mlx import MlxDrafter

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from models.training.export import llama_config
@@ -37,7 +38,7 @@ def write_draft(
             tensors |= {f"{stem}.weight": pack(q), f"{stem}.scales": scales, f"{stem}.biases": biases}
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, folder / "model.safetensors", metadata={"format": "mlx"})
+    (folder / "model.safetensors").write_bytes(save(contiguous, {"format": "mlx"}))
     mlp = weights["layers.0.mlp.gate_proj.weight"].shape[0]
     layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
     write_json(folder / "config.json", _config(target, layers, mlp, len(vocab_ids)))
@@ -50,7 +51,7 @@ def read_draft(folder: Path) -> tuple[dict[str, Tensor], Tensor]:
     try:
         tensors = load_file(folder / "model.safetensors")
         offsets = tensors.pop("d2t").long()
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, SafetensorError) as error:
         raise ModelError(f"{folder} has no draft that was trained here ({error})") from error
     weights: dict[str, Tensor] = {}
     for key, tensor in tensors.items():

@@ -2,20 +2,27 @@
 
 The tokens after an n-gram are counted by the target's probabilities, of which the text has the highest at each
 position. The estimate of a longer n-gram is smoothed with that of the shorter one, and left out if it is hardly
-different.
+different. Imports PyTorch only to read that text.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from models.training.draft.ngram_table import save_table
-from models.training.draft.store import Sample, read_shard
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
 from models.training.storage import replacing
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.ngrams import TABLE_NGRAM_SIZE, TABLE_PROBABILITIES
+from outrider.protocol.ngrams import TABLE_NGRAM_SIZE, TABLE_PROBABILITIES, ngram_keys
+
+if TYPE_CHECKING:
+    from models.training.draft.store import Sample
 
 Ngram = tuple[int, ...]
 
@@ -31,10 +38,13 @@ def write_table(out: Path, store: Path) -> None:
     Raises:
         InvalidRequest: there are no answers, or a shard is damaged.
     """
+    from models.training.draft.store import read_shard
+
     shards = sorted(store.glob("**/answers/shard-*.safetensors"))
     if not shards:
         raise InvalidRequest(f"{store} has no text of a target; generate some with --text-only first")
     counts, positions = _count(sample for shard in shards for sample in read_shard(shard))
+    out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as temporary:
         save_table(temporary, _select(counts), {"positions": positions})
 
@@ -72,3 +82,19 @@ def _select(counts: Mapping[Ngram, Mapping[int, float]]) -> dict[Ngram, tuple[in
         if occurrences >= _MIN_COUNT and share >= TABLE_PROBABILITIES[0] and differs:
             entries[ngram] = token, share
     return entries
+
+
+def save_table(path: str | Path, entries: dict[tuple[int, ...], tuple[int, float]], about: dict[str, Any]) -> None:
+    """Writes a table: for each n-gram the most likely next token and its share. `about`: metadata of the file."""
+    by_key = {list(ngram_keys(gram))[-1]: entry for gram, entry in entries.items()}
+    ordered = [by_key[key] for key in sorted(by_key)]
+    gaps = np.array([key - before for before, key in pairwise([0, *sorted(by_key)])], np.uint32)
+    tokens, shares = np.array([token for token, _ in ordered], np.uint32), [share for _, share in ordered]
+    rounded = np.clip(np.rint(np.array(shares) * 255), 0, 255).astype(np.uint8)
+    arrays = {"gaps": _narrow(gaps), "tokens": _narrow(tokens), "shares": rounded}
+    Path(path).write_bytes(save(arrays, {name: str(value) for name, value in about.items()}))
+
+
+def _narrow(array: NDArray[np.uint32]) -> NDArray[Any]:
+    """Returns the array as uint16 if its numbers allow it."""
+    return array.astype(np.uint16) if array.max(initial=0) < 1 << 16 else array

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,9 +27,11 @@ from models.training.draft.store import Sample, Store, StoreIdentity
 from models.training.draft.text import ChatTokenizer, load_snippets
 from models.training.draft.trainer import Trainer, TrainerConfig
 from models.training.llama import Llama
-from models.training.loop import matrix_dtype, pick_device
-from models.training.storage import check_out, file_lock, partial_folder, replacing
-from models.training.target import load_target
+from models.training.loop import clock_of, matrix_dtype, pick_device
+from models.training.quantise import GROUP_SIZE
+from models.training.recipe import Shape
+from models.training.storage import Workspace, check_out, file_lock, partial_folder, replacing
+from models.training.target import load_shape, load_target
 from outrider.protocol.digest import model_digest, replace_file
 from outrider.protocol.errors import InvalidRequest
 
@@ -75,53 +80,78 @@ def run(recipe: DraftRecipe, target: Path, out: Path, store: Path, *, text_only:
     device = pick_device()
     if device.type == "cpu":
         torch.set_num_threads(1)
+    layers = _check(recipe, load_shape(target))
+    partial = partial_folder(out)
+    timer = _TextTimer(None if text_only else partial / "text.json", clock_of(device))
     model = load_target(target, device, matrix_dtype(device))
-    layers = _layers(recipe, model)
     tokenizer, snippets = ChatTokenizer(target), load_snippets(store)
     identity = StoreIdentity(model_digest(target), snippets.digest(), recipe.seed, text.TOP)
-    partial = partial_folder(out)
     held_out_prompts = Prompts(snippets, seed=recipe.seed, held_out=True)
     held_out = _held_out(store, identity, model, tokenizer, held_out_prompts, recipe.held_out)
-    samples = Store(store / "answers", identity)
-    timer = _TextTimer(partial / "text.json")
-    with file_lock(store / "writing") as locked:
-        if locked:
-            _generate_text(samples, model, tokenizer, Prompts(snippets, seed=recipe.seed), recipe, timer)
-    if text_only:
-        return
-    while samples.token_count < _MIN_TOKENS:  # another run generates it
-        log.info("draft: waiting for text, %d of %d tokens", samples.token_count, _MIN_TOKENS)
+    samples, prompts = Store(store / "answers", identity), Prompts(snippets, seed=recipe.seed)
+    limit_s = math.inf if recipe.minutes is None else 60 * recipe.minutes * (1 if text_only else _TEXT_SHARE)
+    while True:
+        with file_lock(store / "writing") as locked:
+            samples.refresh()
+            if locked:
+                _generate_text(samples, model, tokenizer, prompts, recipe, timer, limit_s)
+            elif text_only:
+                raise InvalidRequest(f"another run generates text in {store}; wait for its end or choose another")
+        if text_only:
+            return
+        if samples.token_count >= _min_tokens(recipe):
+            break
+        log.info("draft: waiting for text, %d of %d tokens", samples.token_count, _min_tokens(recipe))
         time.sleep(_WAIT_SECONDS)
-        samples.refresh()
-    counts = [tokenizer.token_counts(part, model.shape.vocab) for part in (snippets.paragraphs, snippets.functions)]
+    training = snippets.split(held_out=False)
+    counts = [tokenizer.token_counts(part, model.shape.vocab) for part in (training.paragraphs, training.functions)]
     frequencies = sum(count / count.sum() for count in counts)
-    trainer = _trainer(recipe, model, layers, samples, held_out, frequencies, partial)
-    left = None if recipe.minutes is None else max(0.0, recipe.minutes - timer.seconds / 60)
-    trainer.run(left, before_step=lambda: _refresh(samples, trainer.state.step))
-    trainer.scale_logits()
-    export(out, target)
+    with file_lock(partial / "lock") as locked:
+        if not locked:
+            raise InvalidRequest(f"another run uses {partial}; wait for its end or choose another --out")
+        trainer = _trainer(recipe, model, layers, samples, held_out, frequencies, partial)
+        left = None if recipe.minutes is None else max(0.0, recipe.minutes - timer.seconds / 60)
+        if left == 0 and trainer.state.step == 0:
+            log.warning("draft: the text took all of the %g minutes, so nothing is trained", recipe.minutes)
+        trainer.run(left, before_step=lambda: _refresh(samples, trainer.state.step))
+        trainer.scale_logits()
+        export(out, target)
 
 
 def export(out: Path, target: Path) -> None:
     """Writes the best draft so far of the run for `out`, which may continue meanwhile."""
     check_out(out)
-    partial = partial_folder(out)
-    path = partial / "best.pt"
+    space = Workspace(out, partial_folder(out))
+    path = space.partial / "best.pt"
     if not path.exists():
-        raise InvalidRequest(f"{partial} has no draft that has been evaluated yet; let the training run first")
+        raise InvalidRequest(f"{space.partial} has no draft that has been evaluated yet; let the training run first")
     best = torch.load(path, map_location="cpu", weights_only=True)
-    shape = load_target(target, torch.device("cpu"), torch.float32).shape
     about = {key: best[key] for key in ("score", "form", "progress", "sharpness") if key in best} | json.loads(
-        (partial / "draft.json").read_text()
+        (space.partial / "draft.json").read_text()
     )
-    write_draft(out, best["mean"], best["outputs"], shape, about)
+    with file_lock(space.partial / "exporting", wait=True):
+        space.clear_result()
+        write_draft(space.result, best["mean"], best["outputs"], load_shape(target), about)
+        check_out(out)
+        os.rename(space.result, out)
     log.info("draft: agreement %s", json.dumps(best["score"]))
 
 
-def _layers(recipe: DraftRecipe, model: Llama) -> tuple[int, ...]:
-    count = model.shape.layers
+def _check(recipe: DraftRecipe, target: Shape) -> tuple[int, ...]:
+    """Returns the numbers of the layers. Raises InvalidRequest if the recipe is invalid for this target."""
+    count = target.layers
     if not recipe.layers or not all(-count <= layer < count for layer in recipe.layers):
         raise InvalidRequest(f"layers is {recipe.layers}; expected layers of the target, -{count} to {count - 1}")
+    for name, value, low, high in (
+        ("seed", recipe.seed, 0, 2**32 - 1), ("vocabulary", recipe.vocab, 1, 2**24),
+        ("width of the MLPs", recipe.mlp, GROUP_SIZE, target.mlp), ("learning rate", recipe.rate, 0, 1),
+        ("number of text tokens", recipe.text_tokens, 1, 10**12), ("number of minutes", recipe.minutes, 0, 10**6),
+        ("number of tokens per batch", recipe.batch_tokens, 1, 2**24), ("weight of --coupled", recipe.coupled, 0, 1000),
+    ):  # fmt: skip
+        if value is not None and not low <= value <= high:
+            raise InvalidRequest(f"the {name} must lie between {low:,} and {high:,}, not {value}")
+    if any(width % GROUP_SIZE for width in (target.hidden, target.heads * target.head_dim, recipe.mlp or target.mlp)):
+        raise InvalidRequest(f"a draft is stored in groups of {GROUP_SIZE} weights; expected widths that they divide")
     return tuple(layer % count for layer in recipe.layers)
 
 
@@ -135,7 +165,7 @@ def _trainer(
     partial: Path,
 ) -> Trainer:
     """Returns the trainer of a new or unfinished run. Vocabulary and initial lens are chosen once."""
-    initial = None if recipe.begin_as is None else _read_initial(recipe.begin_as)
+    initial = None if recipe.begin_as is None else _read_initial(recipe.begin_as, len(layers), recipe.mlp, model.shape)
     vocab_ids = _vocabulary(recipe, layers, samples, frequencies, None if initial is None else initial[1], partial)
     device = model.embed_tokens.weight.device
     draft = DraftModel(model, layers, vocab_ids, recipe.mlp).to(device)
@@ -178,13 +208,24 @@ def _vocabulary(
     return vocab_ids
 
 
-def _read_initial(folder: Path) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns the parameters and the vocabulary of a run's best draft, or of a finished one."""
+def _read_initial(folder: Path, layers: int, mlp: int | None, target: Shape) -> tuple[dict[str, Tensor], Tensor]:
+    """Returns the parameters and the vocabulary of a run's best draft, or of a finished one. Raises InvalidRequest if a
+    draft of so many `layers` can't begin with them."""
     path = folder / "best.pt"
-    if not path.exists():
-        return read_draft(folder)
-    best = torch.load(path, map_location="cpu", weights_only=True)
-    return best["mean"], best["outputs"]
+    if path.exists():
+        best = torch.load(path, map_location="cpu", weights_only=True)
+        weights, vocab_ids = best["mean"], best["outputs"]
+    else:
+        weights, vocab_ids = read_draft(folder)
+    count = sum(name.endswith(".gate_proj.weight") for name in weights)
+    gate = weights.get("layers.0.mlp.gate_proj.weight", torch.empty(0, 0))
+    form = (*gate.shape, int(vocab_ids.max()) < target.vocab)
+    if count > layers or form != (mlp or target.mlp, target.hidden, True):
+        raise InvalidRequest(
+            f"{folder} has {count} layers of width {form[1]} with MLPs of {form[0]}; expected up to {layers} of"
+            f" {target.hidden} with MLPs of {mlp or target.mlp}, and a vocabulary of the same target"
+        )
+    return weights, vocab_ids
 
 
 def _refresh(samples: Store, step: int) -> None:
@@ -199,41 +240,70 @@ def _held_out(
     store = Store(folder / "held-out", identity)
     with file_lock(folder / "writing-held-out", wait=True):
         store.refresh()
-        if store.next_number < count:
+        if not store.samples:  # they are one shard
             log.info("text: %d held-out prompts", count)
-            _answer(store, model, tokenizer, prompts, lambda number: number >= count)
+            _answer(store, model, tokenizer, prompts, lambda number: number >= count, in_one_shard=True)
     return store.samples
 
 
 class _TextTimer:
-    """Counts the seconds in which text was generated, over all runs."""
+    """Counts the seconds before the training, most of them for text, over all runs that have this `path`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._before = float(json.loads(path.read_text())) if path.exists() else 0.0
-        self._started = time.monotonic()
+    def __init__(self, path: Path | None, clock: Callable[[], float]) -> None:
+        self._path, self._clock = path, clock
+        self._before = float(json.loads(path.read_text())) if path is not None and path.exists() else 0.0
+        self._started = clock()
         self.seconds = self._before
 
     def update(self) -> float:
-        self.seconds = self._before + time.monotonic() - self._started
-        replace_file(self._path, json.dumps(self.seconds))
+        self.seconds = self._before + self._clock() - self._started
+        if self._path is not None:
+            replace_file(self._path, json.dumps(self.seconds))
         return self.seconds
 
 
-def _generate_text(
-    store: Store, model: Llama, tokenizer: ChatTokenizer, prompts: Prompts, recipe: DraftRecipe, timer: _TextTimer
-) -> None:
-    limit_s = None if recipe.minutes is None else 60 * _TEXT_SHARE * recipe.minutes
+def _min_tokens(recipe: DraftRecipe) -> int:
+    """Returns how much text training needs."""
+    return min(_MIN_TOKENS, recipe.text_tokens)
 
+
+def _generate_text(
+    store: Store,
+    model: Llama,
+    tokenizer: ChatTokenizer,
+    prompts: Prompts,
+    recipe: DraftRecipe,
+    timer: _TextTimer,
+    limit_s: float,
+) -> None:
     def is_enough(_: int) -> bool:
-        return store.token_count >= recipe.text_tokens or (limit_s is not None and timer.update() >= limit_s)
+        is_late = timer.update() >= limit_s and store.token_count >= _min_tokens(recipe)
+        return is_late or store.token_count >= recipe.text_tokens
 
     if not is_enough(0):
         _answer(store, model, tokenizer, prompts, is_enough)
+        timer.update()
 
 
 def _answer(
-    store: Store, model: Llama, tokenizer: ChatTokenizer, prompts: Prompts, is_enough: Callable[[int], bool]
+    store: Store,
+    model: Llama,
+    tokenizer: ChatTokenizer,
+    prompts: Prompts,
+    is_enough: Callable[[int], bool],
+    in_one_shard: bool = False,
 ) -> None:
-    slots = _SLOTS[model.embed_tokens.weight.device.type]
-    text.generate(store, model, tokenizer, prompts, slots=slots, shard=slots // 2, is_enough=is_enough)
+    slots = _slot_count(model)
+    shard = sys.maxsize if in_one_shard else slots // 2
+    text.generate(store, model, tokenizer, prompts, slots=slots, shard=shard, is_enough=is_enough)
+
+
+def _slot_count(model: Llama) -> int:
+    """Returns how many answers are generated at once: on a GPU, keys and values take at most half of its memory."""
+    embedding, shape = model.embed_tokens.weight, model.shape
+    count = _SLOTS[embedding.device.type]
+    if not embedding.is_cuda:
+        return count
+    row = 2 * shape.layers * shape.kv_heads * shape.head_dim * embedding.element_size()
+    memory = torch.cuda.get_device_properties(embedding.device).total_memory
+    return max(2, min(count, memory // 2 // (row * min(text.MAX_TOKENS, shape.context))))

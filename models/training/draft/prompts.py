@@ -227,11 +227,19 @@ class Snippets:
     functions: tuple[str, ...]
 
     def split(self, held_out: bool) -> Snippets:
-        """Returns the held-out snippets, or all others."""
-        return Snippets(*(
-            tuple(text for text in texts if _is_held_out(text) == held_out)
-            for texts in (self.paragraphs, self.functions)
-        ))  # fmt: skip
+        """Returns the held-out snippets, or those that neither contain one of them nor are part of one."""
+        all_texts = self.paragraphs, self.functions
+        unseen = Snippets(*(tuple(text for text in texts if _is_held_out(text)) for texts in all_texts))
+        if held_out:
+            return unseen
+        parts = [_flat(text) for text in (*unseen.paragraphs, *unseen.functions)]
+        joined = "\n".join(parts)
+
+        def is_seen(text: str) -> bool:
+            flat = _flat(text)
+            return flat not in joined and not any(part in flat for part in parts)
+
+        return Snippets(*(tuple(filter(is_seen, texts)) for texts in all_texts))
 
     def digest(self) -> str:
         return hashlib.sha256("\0".join((*self.paragraphs, *self.functions)).encode()).hexdigest()
@@ -411,7 +419,7 @@ def _descriptions() -> Iterator[str]:
 def _paragraphs(text: str) -> Iterator[str]:
     """Yields paragraphs of prose: long enough, and mostly words."""
     for paragraph in re.split(r"\n\s*\n", text):
-        flat = " ".join(paragraph.split())
+        flat = _flat(paragraph)
         if (
             120 <= len(flat) <= 1500
             and sum(c.isalpha() or c == " " for c in flat) > 0.85 * len(flat)
@@ -428,6 +436,10 @@ def _misspell(text: str, rng: np.random.Generator) -> str:
             at = int(rng.integers(1, len(word) - 2))
             words[number] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
     return " ".join(words)
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _pick(rng: np.random.Generator, texts: Sequence[str]) -> str:

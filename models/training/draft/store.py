@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from models.training.storage import open_store, replacing
@@ -60,6 +60,7 @@ class Store:
         self.identity = identity
         self._folder, self._shards_read = folder, set[str]()
         self.samples: list[Sample] = []
+        self.token_count = 0  # positions with stored predictions
         self._sorted: list[Sample] = []
         open_store(folder, asdict(identity))
         self.refresh()
@@ -69,28 +70,26 @@ class Store:
         """The number of the next prompt to answer."""
         return 1 + max((sample.number for sample in self.samples), default=-1)
 
-    @property
-    def token_count(self) -> int:
-        """The number of positions with stored predictions."""
-        return sum(len(sample.ids) for sample in self.samples)
-
     def refresh(self) -> None:
         """Reads new shards."""
         for path in sorted(self._folder.glob("shard-*.safetensors")):
             if path.name not in self._shards_read:
-                self.samples += read_shard(path)
+                shard = read_shard(path)
+                self.samples += shard
+                self.token_count += sum(len(sample.ids) for sample in shard)
                 self._shards_read.add(path.name)
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Writes these samples as a new shard. Only one process may add at a time."""
         self.refresh()
-        name = f"shard-{len(self._shards_read):08}.safetensors"
+        last = max(self._shards_read, default="shard-00000000.safetensors")  # shards before it may have been removed
+        number = int(last[6:14]) + bool(self._shards_read)
         tensors = {
             key: torch.cat([getattr(sample, key) for sample in samples]) for key in ("tokens", "ids", "log_probs")
         }
         metadata = [(s.number, s.kind, s.temp, s.prompt_length, len(s.tokens), len(s.ids)) for s in samples]
-        with replacing(self._folder / name) as temporary:
-            save_file(tensors, temporary, metadata={_METADATA_KEY: json.dumps(metadata)})
+        with replacing(self._folder / f"shard-{number:08}.safetensors") as temporary:
+            temporary.write_bytes(save(tensors, {_METADATA_KEY: json.dumps(metadata)}))
         self.refresh()
 
     def by_length(self) -> list[Sample]:
@@ -130,5 +129,7 @@ def read_shard(path: Path) -> list[Sample]:
             )
             at, row = at + length, row + count
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"{path} is damaged ({error}); remove it, and its text is generated again") from error
+        raise InvalidRequest(
+            f"{path} is damaged ({error}); remove it, and other text is generated in its place"
+        ) from error
     return samples

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from models.training.draft.model import Batch, DraftModel, compare_with_target
 from models.training.draft.store import Sample, Store
-from models.training.loop import adamw, autocast, matrix_dtype
+from models.training.loop import adamw, autocast, clock_of, matrix_dtype
 from models.training.storage import replacing, write_json
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ _WARMUP_STEPS = 20
 _DECAY_SHARE = 0.3  # last share of the minutes, in which the rate decays to 0; weights are rounded in its second half
 _EMA_STEPS = 150  # window of the moving average
 _EVALUATION_SPACING = 8  # least time between two evaluations, in durations of one
-_MAX_EVALUATION_PERIOD = 4  # in `judge_s`
 _COUPLED_TOP = 12  # tokens per position in the loss for coupled agreement
 _LOGIT_SCALES = (1.0, 1.1, 1.2, 1.3)  # factors of the finished draft's logits that are tried
 _EVALUATION_BATCH = 8  # samples
@@ -94,8 +93,7 @@ class Trainer:
         self._draft, self._store, self._held_out, self._folder, self._config = draft, store, held_out, folder, config
         self._device = draft.output_weight.device
         self._matrix_dtype = matrix_dtype(self._device)
-        # On a CPU, time in which the process is suspended, or other processes compute, does not count.
-        self._clock = time.process_time if self._device.type == "cpu" else time.monotonic
+        self._clock = clock_of(self._device)
         self._ema = {name: value.detach().clone() for name, value in draft.named_parameters()}
         self._optimizer = adamw(draft, _WEIGHT_DECAY)
         self.state = TrainerState()
@@ -107,6 +105,7 @@ class Trainer:
         """Trains for `minutes`, all runs counted together (None: without end)."""
         saved, loss = time.monotonic(), 0.0
         while minutes is None or self.state.seconds < 60 * minutes:
+            started = self._clock()
             before_step()
             loss = self._step(0.0 if minutes is None else self.state.seconds / (60 * minutes))
             if self.state.seconds - self.state.judged >= self._evaluation_period_s():
@@ -114,12 +113,13 @@ class Trainer:
             if time.monotonic() - saved >= self._config.save_s:
                 self._save()
                 saved = time.monotonic()
+            self.state.seconds += self._clock() - started
         self._evaluate(loss)
         self._save()
 
     def _step(self, progress: float) -> float:
         """Takes a step at this share of the minutes. Returns the loss."""
-        started, state, config = self._clock(), self.state, self._config
+        state, config = self.state, self._config
         for group in self._optimizer.param_groups:
             group["lr"] = config.rate * min(1.0, (state.step + 1) / _WARMUP_STEPS, (1.001 - progress) / _DECAY_SHARE)
         batch = self._batch(state.step)
@@ -137,9 +137,7 @@ class Trainer:
                 self._ema[name].lerp_(value, weight)
         state.step += 1
         state.tokens += len(batch.positions)
-        value = loss.item()
-        state.seconds += self._clock() - started
-        return value
+        return loss.item()
 
     def _batch(self, step: int) -> Batch:
         """Returns samples of similar length, to have little padding. They depend on the step and the store."""
@@ -159,16 +157,14 @@ class Trainer:
         return Batch.of(picked, self._device, self._config.length)
 
     def _evaluation_period_s(self) -> float:
-        """Returns the time between evaluations: longer if they take long, but limited, because a process that was
-        suspended during an evaluation measures too long a duration."""
-        shortest = self._config.judge_s
-        return max(shortest, min(_EVALUATION_SPACING * self._evaluation_s, _MAX_EVALUATION_PERIOD * shortest))
+        """Returns the time between evaluations: longer if they take long."""
+        return max(self._config.judge_s, _EVALUATION_SPACING * self._evaluation_s)
 
     def _evaluate(self, loss: float) -> None:
         state = self.state
-        state.judged, started = state.seconds, time.monotonic()
+        state.judged, started = state.seconds, self._clock()
         score = self.score()
-        self._evaluation_s = time.monotonic() - started
+        self._evaluation_s = self._clock() - started
         state.curve.append((state.tokens, round(state.seconds), score.greedy["all"], score.coupled["all"]))
         log.info(
             "draft: step %d, %.2fM tokens, %.0f s, loss %.3f, agreement %.3f at T = 0, %.3f at T = %s",
@@ -224,7 +220,7 @@ class Trainer:
             torch.save(checkpoint, temporary)
 
     def _restore(self) -> None:
-        path = self._folder / "draft.pt"
+        path, best = self._folder / "draft.pt", self._folder / "best.pt"
         if not path.exists():
             return
         checkpoint = torch.load(path, map_location=self._device, weights_only=True)
@@ -232,6 +228,9 @@ class Trainer:
         self._ema = {name: value.detach() for name, value in checkpoint["mean"].items()}
         self._optimizer.load_state_dict(checkpoint["optimizer"])
         self.state = TrainerState(**checkpoint["progress"])
+        if best.exists():  # it may be newer than the checkpoint
+            progress = torch.load(best, map_location="cpu", weights_only=True)["progress"]
+            self.state.best = max(self.state.best, progress["best"])
 
 
 @torch.no_grad()

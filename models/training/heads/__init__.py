@@ -1,4 +1,4 @@
 """Trains heads that read a target's hidden states, and writes them in published layouts.
 
-All modules but `recipe` and `prompts` import PyTorch.
+All modules but `recipe` import PyTorch.
 """

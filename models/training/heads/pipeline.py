@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -27,10 +27,9 @@ from models.training.heads.early_exit import EarlyExit
 from models.training.heads.head import Target, TrainableHead
 from models.training.heads.loss import TargetTopK, agreement, loss
 from models.training.heads.mtp import Mtp
-from models.training.heads.prompts import Prompts, draw_prompts
 from models.training.heads.recipe import HeadRecipe, check
 from models.training.heads.redrafter import Redrafter
-from models.training.heads.store import Store, StoreIdentity
+from models.training.heads.store import Prompts, Store, StoreIdentity, draw_prompts
 from models.training.llama import Llama
 from models.training.loop import Draws, Loop, autocast, pick_device
 from models.training.record import FILE_NAME
@@ -60,8 +59,8 @@ _KINDS: dict[str, Callable[[HeadRecipe, Target], TrainableHead]] = {
 @dataclass(frozen=True, slots=True)
 class HeadRecord:
     """The content of `training.json`. `target`: the digest of its config and weights; `held_out_agreement`: by step,
-    how often the head's most likely token is the target's on text that the target generated after the `held_out` files,
-    given the true tokens before it."""
+    how often the head's most likely token is the target's on passages of the `held_out` files that the target
+    continues, given the true tokens before it."""
 
     recipe: HeadRecipe
     target: str
@@ -188,4 +187,4 @@ def write_head(folder: Path, head: TrainableHead, target: str) -> None:
     folder.mkdir(parents=True)
     write_json(folder / "config.json", {**config, "target": target})
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(on_cpu, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(on_cpu, {"format": "pt"}))

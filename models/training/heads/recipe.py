@@ -82,10 +82,14 @@ def check(recipe: HeadRecipe, target: Shape) -> None:
     if recipe.visible_prefix and recipe.kind not in _BLOCK_KINDS:
         raise InvalidRequest(f"{recipe.kind} heads draft no blocks with prefixes; omit --visible-prefix")
     hidden, vocab = recipe.hidden or target.hidden, recipe.vocab or target.vocab
-    if hidden < target.head_dim or hidden % target.head_dim or hidden > target.hidden:
+    unit = target.head_dim if recipe.kind == "eagle3" else 1  # the others have no attention of this width
+    widest = 2 * target.hidden if recipe.kind == "redrafter" else target.hidden
+    if hidden % unit or not unit <= hidden <= widest:
         raise InvalidRequest(
-            f"a head's width must be a multiple of {target.head_dim} up to {target.hidden}, the target's, not {hidden}"
+            f"--hidden of this {recipe.kind} head must be a multiple of {unit} up to {widest}, not {hidden}"
         )
+    if recipe.kind == "early-exit" and len(recipe.taps(target)) < 3:
+        raise InvalidRequest(f"an early exit needs a target of at least four layers, not {target.layers}")
     if not recipe.top < vocab <= target.vocab:
         raise InvalidRequest(f"a head for this target can have {recipe.top + 1} to {target.vocab} tokens, not {vocab}")
     if not 1 <= recipe.steps <= 16:

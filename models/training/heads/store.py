@@ -1,31 +1,46 @@
 """The training data of heads on disk: text that the target generated, its hidden states, and its likely next tokens.
 
-The target continues many prompts at once, token by token. Each part of the text is a folder that is complete or absent,
-so that generation can stop, continue and grow, and all heads of a target share the data. Hidden states are bfloat16
-(numpy stores their bits), as in training.
+The target continues many prompts at once, token by token. The prompts are passages of source files, each from the
+beginning of a line. In every other part they fill their windows, so the target only reads them. The prompts of a part
+depend only on the seed and its number.
+
+Each part of the text is a folder that is complete or absent, so that generation can stop, continue and grow, and all
+heads of a target share the data. Hidden states are bfloat16 (numpy stores their bits), as in training.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from models.training.heads.prompts import Prompts
+from models.training.corpus import Source
 from models.training.llama import Llama, decode_attention, sample, top_log_probs
 from models.training.loop import autocast
 from models.training.progress import Progress
-from models.training.storage import check_free_space, open_store
+from models.training.storage import check_free_space, file_lock, open_store
 
 _FORWARD_TOKENS = 8192  # per forward; bounds memory
+_CHARACTERS_PER_TOKEN = 8  # more than most passages have, so that one call of the tokenizer is mostly enough
+_SHORTEST, _LONGEST = 1 / 32, 3 / 8  # of a window
 _ARRAYS = ("tokens", "rows", "ids", "log_probs")  # a file each; rows are the hidden states
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Windows [N, length] that begin with prompts of `lengths` [N], to continue at temperatures `temps` [N]."""
+
+    windows: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    temps: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +86,12 @@ class Store:
         return len(self._parts) * self._identity.part
 
     def fill(self, parts: int, model: Llama, prompts: Callable[[int], Prompts]) -> None:
-        """Generates the missing ones of `parts` parts, and opens all. `prompts` returns the prompts of a part."""
+        """Generates the missing ones of `parts` parts, and opens all. `prompts` returns the prompts of a part. Another
+        run that generates text in this folder is waited for."""
+        with file_lock(self._folder / ".writing", wait=True):
+            self._fill(parts, model, prompts)
+
+    def _fill(self, parts: int, model: Llama, prompts: Callable[[int], Prompts]) -> None:
         missing = [number for number in range(parts) if not self._path(number).exists()]
         needed = len(missing) * self._identity.part_bytes(model.shape.hidden)
         advice = "choose another --store or fewer --text-tokens"
@@ -160,3 +180,38 @@ def generate(model: Llama, windows: Tensor, prompt_lengths: Tensor, temps: Tenso
         sampled = sample(logits.float(), temps, generator)
         following = windows[:, position + 1]
         windows[:, position + 1] = torch.where(prompt_lengths > position + 1, following, sampled)
+
+
+def draw_prompts(
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    temps: Sequence[float],
+    *,
+    length: int,
+    seed: int,
+    part: int,
+    size: int,
+) -> Prompts:
+    """Returns the `size` prompts of part number `part`; files are chosen in proportion to their length."""
+    rng = np.random.default_rng((seed, part))
+    weights = np.array([len(source.text) for source in sources], dtype=np.float64)
+    files = rng.choice(len(sources), size, p=weights / weights.sum())
+    lengths = rng.integers(max(1, int(length * _SHORTEST)), max(2, int(length * _LONGEST)), size)
+    if part % 2:
+        lengths[:] = length
+    windows = np.zeros((size, length), np.int64)
+    for row, (file, count) in enumerate(zip(files, lengths, strict=True)):
+        text = sources[file].text
+        start = text.rfind("\n", 0, int(rng.integers(len(text)))) + 1
+        windows[row, :count] = _passage(sources, int(file), start, tokenizer, int(count))
+    return Prompts(windows, lengths, rng.choice(np.array(temps, np.float32), size))
+
+
+def _passage(sources: Sequence[Source], file: int, start: int, tokenizer: Tokenizer, count: int) -> list[int]:
+    """Returns `count` tokens from character `start` of a file on, continued by the next files."""
+    ids: list[int] = []
+    while len(ids) < count:
+        end = start + (count - len(ids)) * _CHARACTERS_PER_TOKEN
+        ids += tokenizer.encode(sources[file].text[start:end]).ids
+        file, start = (file + 1) % len(sources), 0
+    return ids[:count]
