@@ -38,21 +38,8 @@ from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import TARGET_NAME
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded, ToFront
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import messages
 from outrider.protocol.clock import OUTCOME_TIMEOUT_NS
-from outrider.protocol.messages import (
-    Branches,
-    Close,
-    Drafted,
-    Failed,
-    Fault,
-    Features,
-    Message,
-    Outcome,
-    Prefilled,
-    Progress,
-    Resync,
-    WorkerNote,
-)
 from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, NgramTable
 
 # After so many deaths of the target in a row without a token, a request runs alone (a suspect), or fails.
@@ -184,7 +171,7 @@ class Scheduler:
 
     # --- messages of workers --------------------------------------------------------------------------------------
 
-    def handle(self, arrived: Iterable[tuple[str, Message]], now_ns: int) -> None:
+    def handle(self, arrived: Iterable[tuple[str, messages.Message]], now_ns: int) -> None:
         """Handles workers' messages that came together; a stale or invalid one is dropped and counted.
 
         Replies leave before metrics are written and events go to the front.
@@ -199,8 +186,8 @@ class Scheduler:
         if any(round_.read for round_ in settled):
             self._update_planner()
 
-    def _handle_one(self, sender: str, message: Message, now_ns: int, settled: list[SettledRound]) -> None:
-        if isinstance(message, WorkerNote):
+    def _handle_one(self, sender: str, message: messages.Message, now_ns: int, settled: list[SettledRound]) -> None:
+        if isinstance(message, messages.WorkerNote):
             self._on_worker_note(sender, message)
             return
         request = self._requests.get(getattr(message, "request", None) or "")
@@ -214,29 +201,29 @@ class Scheduler:
             if refusal != LATE:
                 workers.record_invalid(sender, refusal)
             return
-        if isinstance(message, Outcome | Branches | Drafted):
+        if isinstance(message, messages.Outcome | messages.Branches | messages.Drafted):
             request.metrics.on_peak_memory(sender, message.peak_bytes)
         match message:
-            case Outcome():
+            case messages.Outcome():
                 settled += self._on_outcome(request, message, now_ns)
-            case Features():
+            case messages.Features():
                 for name in request.draft.drafters:
                     if workers.hello(name).features:  # it reads them
                         workers.send_worker(name, message)
-            case Branches():
+            case messages.Branches():
                 self._on_branches(request, sender, message, now_ns)
-            case Drafted():
+            case messages.Drafted():
                 self._on_drafted(request, sender, message, now_ns)
-            case Prefilled():
+            case messages.Prefilled():
                 self._on_prefilled(request, message, sender in request.draft.drafters, now_ns)
-            case Resync():
+            case messages.Resync():
                 self._on_resync(request, sender, now_ns)
-            case Fault() if sender in request.draft.drafters:
+            case messages.Fault() if sender in request.draft.drafters:
                 self._remove_drafter(request, sender, message.message, False, now_ns)
-            case Fault():
+            case messages.Fault():
                 self._fail(request, message.message)
 
-    def _on_prefilled(self, request: Request, message: Prefilled, of_drafter: bool, now_ns: int) -> None:
+    def _on_prefilled(self, request: Request, message: messages.Prefilled, of_drafter: bool, now_ns: int) -> None:
         if message.cached and not request.round.epoch:
             request.metrics.on_cached(message.cached, of_drafter)
         if of_drafter:
@@ -244,7 +231,7 @@ class Scheduler:
         request.sequence.last_heard_ns = now_ns
         self._remote_prefills.on_progress(request, message)
         if not request.generated:
-            self._emit(Progress(request.id, message.done, message.total))
+            self._emit(messages.Progress(request.id, message.done, message.total))
 
     def next_deadline_ns(self) -> int | None:
         """Returns when `on_tick` must be called at the latest, or None; 0: at once, to index a prompt's n-grams."""
@@ -269,7 +256,7 @@ class Scheduler:
                 self._remote_prefills.forget(request)
                 self._next_round.send_again(request)
 
-    def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> list[SettledRound]:
+    def _on_outcome(self, request: Request, outcome: messages.Outcome, now_ns: int) -> list[SettledRound]:
         sequence, round_, deaths = request.sequence, request.round, request.sequence.deaths
         proposal = round_.proposal.as_verified(outcome)
         nodes = proposal.nodes(outcome)
@@ -310,14 +297,14 @@ class Scheduler:
         if settled.reason is not None:
             self._finish(request, settled.reason)
 
-    def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
+    def _on_branches(self, request: Request, sender: str, message: messages.Branches, now_ns: int) -> None:
         self.metrics.on_drafts(request, sender, message, now_ns)
         if self._draft_pool.on_branches(request, sender, message, now_ns):
             self._next_round.on_branches(request, message.final, now_ns)
         else:
             self.stale += 1
 
-    def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
+    def _on_drafted(self, request: Request, sender: str, message: messages.Drafted, now_ns: int) -> None:
         if not self._draft_pool.on_drafted(request, sender, message, now_ns):
             self.stale += 1
             return
@@ -333,7 +320,7 @@ class Scheduler:
         self._next_round.suspend(request)
         self._open(request)
 
-    def _on_worker_note(self, sender: str, note: WorkerNote) -> None:
+    def _on_worker_note(self, sender: str, note: messages.WorkerNote) -> None:
         """Adds the note to every request that the sender works for, at most one from each sender."""
         for request in self._requests.values():
             has_note = any(words.startswith(f"{sender}: ") for words in request.sequence.notes)
@@ -373,12 +360,12 @@ class Scheduler:
 
     def _fail(self, request: Request, why: str) -> None:
         self._close(request)
-        self._emit(Failed(request.id, "WorkerError", why))
+        self._emit(messages.Failed(request.id, "WorkerError", why))
 
     def _close(self, request: Request) -> None:
         self._requests.pop(request.id, None)
         self._remote_prefills.forget(request)
-        self._workers.send_target(Close(request.id))
+        self._workers.send_target(messages.Close(request.id))
         self._draft_pool.close(request)
         self._update_planner()
         self._open_waiting()
