@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -64,12 +65,6 @@ class CopyStats:
 
     def __init__(self) -> None:
         self.share, self.rows, self.right = Average(), Average(), Average()
-
-    def start_from(self, other: CopyStats) -> None:
-        """Begins from the averages of other texts."""
-        self.share.start_from(other.share())
-        self.rows.start_from(other.rows())
-        self.right.start_from(other.right())
 
     def add(self, rows: int, right: int) -> None:
         """Records a round that would verify `rows` tokens of a copy (0: there is none), `right` of them right."""
@@ -230,7 +225,7 @@ class TextAcceptance:
     def observe_copies(self, rows: int, right: int) -> None:
         """Records a round that n-grams alone would have made (`CopyStats`)."""
         if not self._copies.share.is_known:
-            self._copies.start_from(self.above.copies)
+            self._copies = deepcopy(self.above.copies)
         self._copies.add(rows, right)
 
     def log_likelihood(self, drafter: str, drafted: int, accepted: int) -> float:
