@@ -353,22 +353,6 @@ def merge_into_tree(
     return replace(branch, chain=tokens, parents=parents, by=by)
 
 
-def copy_for_tree(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tuple[int, ...]:
-    """Returns the part of `copy` that is worth its rows in one tree with `depth` tokens of an in-process drafter.
-
-    The two are assumed to be right independently of each other; a token that both propose costs one row.
-    """
-    drafted, row = estimates.acceptance_of(drafter), estimates.row_cost()
-    reach, gain, best, count = 1.0, 0.0, 0.0, 0
-    for position in range(len(copy.chain)):
-        reach *= estimates.copied.rate(copy.evidence, position)
-        both = reach * drafted.reach(position) if position < depth else 0.0
-        gain += reach - both - row * (1.0 - both)
-        if gain > best:
-            best, count = gain, position + 1
-    return copy.chain[:count]
-
-
 def should_merge_in_process(estimates: Estimates, drafter: str, depth: int) -> bool:
     """Whether `depth` in-process tokens are worth drafting and verifying in one tree with a branch."""
     drafted, ahead, row = estimates.acceptance_of(drafter), estimates.drafted, estimates.row_cost()
