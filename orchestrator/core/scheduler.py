@@ -55,7 +55,7 @@ def create_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: 
     tokens = [*admit.tokens, *admit.resume_tokens]
     guessed_kind = classify_text(tokens, admit.sampling.grammar is not None, admit.code)
     text = planner.profiles.open(guessed_kind, admit.sampling.temp == 0)
-    plan, notes = planner.first_plan(admit, len(drafters), text.kind)
+    plan, notes = planner.first_plan(admit, len(drafters), text)
     return Request(
         admit,
         SequenceState(tokens, workers.target_context, last_heard_ns=now_ns, notes=[*worker_notes, *notes]),

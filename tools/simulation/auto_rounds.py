@@ -17,7 +17,7 @@ from typing import cast
 
 from outrider.drafters.fan_out import best_first
 from outrider.orchestrator.core.planner import Planner
-from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextProfile, classify_text
+from outrider.orchestrator.core.policy.acceptance import TextProfile, classify_text
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import (
     CopiedTail,
@@ -197,9 +197,7 @@ class Server:
 
     def _round(self, texts: Sequence[Text], reading: float) -> float:
         planner, e, count = self.planner, self.planner.estimates, len(texts)
-        first = texts[0]
-        kind, acceptance = (first.profile.kind, first.profile.acceptance) if count == 1 else (GENERAL_TEXT, None)
-        policy = planner._policy(ADMIT, planner._sources("", 1 if self._has_worker else 0), kind, acceptance)
+        policy = planner._policy(ADMIT, planner._sources("", 1 if self._has_worker else 0), texts[0].profile)
         plan = self.plan or policy.plan()
         self.plans[plan] += 1
         steps = [self._step(text, plan, count) for text in texts]
