@@ -4,8 +4,6 @@ AR, SD and SSD are this one loop with different proposals. An outcome is handled
 lookup, the next VERIFY, COMMIT, and only then the event for the front, which makes the text. The scheduler owns the
 running requests, and knows tokens and integers only. Time is passed in.
 
-`create_request` creates a request with its plan, its drafters and the notes about them.
-
 While there is no target the requests wait, and continue on its replacement, all together. If the target dies again
 before a request has got a token, that request is a suspect; on the next replacement suspects run one at a time, with no
 other request, until their first token. A request that kills the target alone fails, and the others continue.
@@ -46,26 +44,6 @@ from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, NgramTable
 SUSPECT_AFTER_DEATHS, FAIL_AFTER_DEATHS = 2, 3
 
 
-def create_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: CacheBudget, now_ns: int) -> Request:
-    """Returns a new request, about which nothing has been sent yet; its n-grams are still empty."""
-    worker_notes = workers.notes() if admit.mode != "ar" else []
-    if not workers.target_abilities.chains:
-        admit = replace(admit, mode="ar")
-    drafters = workers.drafters() if admit.can_use_draft_workers else set()
-    tokens = [*admit.tokens, *admit.resume_tokens]
-    guessed_kind = classify_text(tokens, admit.sampling.grammar is not None, admit.code)
-    text = planner.profiles.open(guessed_kind, admit.sampling.temp == 0)
-    plan, notes = planner.first_plan(admit, len(drafters), text)
-    return Request(
-        admit,
-        SequenceState(tokens, workers.target_context, last_heard_ns=now_ns, notes=[*worker_notes, *notes]),
-        DraftState({name: DrafterState() for name in sorted(drafters)}, SpeculationCache(budget)),
-        PlanState(plan, text),
-        RequestMetrics(now_ns, admit.rounds),
-        takes_trees=planner.merges and workers.target_abilities.trees and not admit.sampling.is_residual,
-    )
-
-
 class Scheduler:
     """Owns the requests in flight, and decides what each verifies next."""
 
@@ -103,15 +81,13 @@ class Scheduler:
     def begin(self, admit: Admit, now_ns: int) -> None:
         """Begins a request: OPEN to the target and to the drafters, which all read the prompt at once."""
         self._planner.set_load(len(self._requests) + 1, reading=True)
-        request = create_request(admit, self._workers, self._planner, self.cache_budget, now_ns)
-        admit = request.admit
-        self._requests[request.id] = request
+        request = self._requests[admit.request] = self._create_request(admit, now_ns)
         self._open_waiting()
         self._workers.flush_and_yield()
-        if self._settings.ngrams and admit.mode != "ar":
+        if self._settings.ngrams and request.admit.mode != "ar":
             request.sequence.ngrams.table, request.sequence.ngrams.ends = self._ngram_table, admit.eos
             request.sequence.ngrams.extend(request.sequence.tokens)
-        self._emit(RequestBegan(request.id, admit.mode, tuple(request.sequence.notes)))
+        self._emit(RequestBegan(request.id, request.admit.mode, tuple(request.sequence.notes)))
 
     def stop(self, request_id: str, reason: str) -> None:
         """Ends a request whose text is complete or unwanted; the round in flight is cancelled."""
@@ -332,6 +308,26 @@ class Scheduler:
         self._planner.set_load(len(self._requests), any(request.round.reads for request in self._requests.values()))
 
     # --- opening and ending ---------------------------------------------------------------------------------------
+
+    def _create_request(self, admit: Admit, now_ns: int) -> Request:
+        """Returns a new request, with its plan, its drafters and notes about them; its n-grams are still empty."""
+        workers, planner = self._workers, self._planner
+        worker_notes = workers.notes() if admit.mode != "ar" else []
+        if not workers.target_abilities.chains:
+            admit = replace(admit, mode="ar")
+        drafters = workers.drafters() if admit.can_use_draft_workers else set()
+        tokens = [*admit.tokens, *admit.resume_tokens]
+        guessed_kind = classify_text(tokens, admit.sampling.grammar is not None, admit.code)
+        text = planner.profiles.open(guessed_kind, admit.sampling.temp == 0)
+        plan, notes = planner.first_plan(admit, len(drafters), text)
+        return Request(
+            admit,
+            SequenceState(tokens, workers.target_context, last_heard_ns=now_ns, notes=[*worker_notes, *notes]),
+            DraftState({name: DrafterState() for name in sorted(drafters)}, SpeculationCache(self.cache_budget)),
+            PlanState(plan, text),
+            RequestMetrics(now_ns, admit.rounds),
+            takes_trees=planner.merges and workers.target_abilities.trees and not admit.sampling.is_residual,
+        )
 
     def _open_waiting(self) -> None:
         """Opens the requests that may be on the target now: a suspect by itself, or all."""
