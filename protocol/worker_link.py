@@ -25,7 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import zmq
 
-from outrider.protocol import clock, endpoints, process
+from outrider.protocol import clock, endpoints, messages, process
 from outrider.protocol.clock import IDLE_REQUEST_TIMEOUT_NS
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
 from outrider.protocol.endpoints import Tcp, connect, find_client_keys, parse_endpoint, probe
@@ -39,20 +39,6 @@ from outrider.protocol.errors import (
     WorkerError,
 )
 from outrider.protocol.keys import ClientKeys
-from outrider.protocol.messages import (
-    CacheReport,
-    Commit,
-    Fault,
-    Hello,
-    Loading,
-    Message,
-    Open,
-    Ping,
-    Pong,
-    Shutdown,
-    Verify,
-    Welcome,
-)
 from outrider.protocol.process import run_outside_finalizers
 from outrider.protocol.stats import CacheUse
 
@@ -120,7 +106,7 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
         self._keys = keys
         self.incarnation = secrets.randbits(INCARNATION_BITS) if incarnation is None else incarnation
         self._progress = self._expected_ms = 0
-        self._arrived: deque[Message] = deque()
+        self._arrived: deque[messages.Message] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._connect(endpoint, routing_id(self.incarnation))
         self._socket.setsockopt(zmq.RCVTIMEO, IDLE_POLL_MS)
@@ -137,10 +123,10 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is SystemExit and self._by_hand and self._has_joined:
-            self.send(Fault(None, "it was stopped"))
+            self.send(messages.Fault(None, "it was stopped"))
         self._socket.close(linger=500)
 
-    def enter(self, hello: Hello) -> None:
+    def enter(self, hello: messages.Hello) -> None:
         """Sends HELLO and waits for WELCOME; from then on pings are answered, and `name` is the assigned name.
 
         Called again after the orchestrator was lost: a new one may answer, or the old one, if it was only paused.
@@ -160,7 +146,7 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
             if not self._arrived:
                 self._fetch(wait=True, entering=True)
             match self._arrived.popleft() if self._arrived else None:
-                case Welcome(name=name, ping_ms=ping_ms):
+                case messages.Welcome(name=name, ping_ms=ping_ms):
                     self.name, self._waits = name, 0
                     self._max_waits = max(MAX_SILENT_WAITS, MAX_OVERDUE_PINGS * ping_ms // IDLE_POLL_MS)
                     log.info("%s has joined the server at %s", name, self._endpoint)
@@ -168,9 +154,9 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
                         self._has_joined = True
                         threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()
                     return
-                case Shutdown(reason=""):
+                case messages.Shutdown(reason=""):
                     sys.exit(0)
-                case Shutdown(reason=reason):
+                case messages.Shutdown(reason=reason):
                     raise WorkerError(f"the cluster rejected this worker: {reason}")
         raise EndpointError(f"no answer from {self._endpoint}; expected the workers' endpoint of a running cluster")
 
@@ -183,7 +169,7 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
     def failed(self, error: OutriderError) -> int:
         """Reports to the orchestrator and the log why this worker ends; returns the exit code."""
         log.error("%s", error)
-        self.send(Fault(None, str(error), dispensable=isinstance(error, CannotDraft)))
+        self.send(messages.Fault(None, str(error), dispensable=isinstance(error, CannotDraft)))
         return error.exit_code
 
     def expect(self, milliseconds: float) -> None:
@@ -192,23 +178,23 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
 
     def report(self, stage: str) -> None:
         """Sends the stage of the worker's start."""
-        self.send(Loading(stage))
+        self.send(messages.Loading(stage))
 
-    def send(self, *messages: Message) -> None:
+    def send(self, *together: messages.Message) -> None:
         """Sends messages together, in this order."""
         self._progress += 1
-        frames = encode_all(messages)
+        frames = encode_all(together)
         try:
             if len(frames) == 1:  # the hot path: one call into C, and no loop in Python, whose code is not in the cache
                 self._socket.send(frames[0])
             else:
                 self._socket.send_multipart(frames)
         except zmq.Again:
-            log.warning("%s was dropped: the orchestrator does not receive", type(messages[-1]).__name__)
+            log.warning("%s was dropped: the orchestrator does not receive", type(together[-1]).__name__)
         # ZeroMQ's thread, which sends the message, may wait for this core; the next forward would keep it waiting.
         os.sched_yield()
 
-    def receive(self, wait: bool) -> Message | None:
+    def receive(self, wait: bool) -> messages.Message | None:
         """Returns the next message; None if `wait` is False and there is none. Invalid frames are logged and dropped.
 
         Raises:
@@ -223,7 +209,7 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
             if self._by_hand:
                 self._count_wait()
         message = self._arrived.popleft()
-        if isinstance(message, Shutdown) and message.reason:
+        if isinstance(message, messages.Shutdown) and message.reason:
             if self._by_hand:
                 raise OrchestratorGone(f"the cluster dismissed this worker: {message.reason}")
             log.error("the cluster dismissed this worker: %s", message.reason)
@@ -252,8 +238,8 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
         """
         self._progress += 1
         try:
-            messages = decode_all(self._socket.recv_multipart(0 if wait else zmq.NOBLOCK))
-            self._arrived += (one for one in messages if entering or not isinstance(one, Welcome))
+            received = decode_all(self._socket.recv_multipart(0 if wait else zmq.NOBLOCK))
+            self._arrived += (one for one in received if entering or not isinstance(one, messages.Welcome))
         except zmq.Again:
             return False
         except ProtocolError as error:
@@ -281,9 +267,9 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
                 continue
             except zmq.ZMQError:
                 return
-            if isinstance(message, Ping):
+            if isinstance(message, messages.Ping):
                 self._pings += 1
-                pong = Pong(message.serial, self._progress, self._expected_ms, clock.now())
+                pong = messages.Pong(message.serial, self._progress, self._expected_ms, clock.now())
                 socket.send_multipart(encode(pong))
 
 
@@ -314,9 +300,9 @@ def end_with_parent(fd: int, grace_seconds: float = EXIT_GRACE_SECONDS) -> None:
 class Link(Protocol):
     """The part of `WorkerLink` that every worker needs."""
 
-    def send(self, message: Message) -> None: ...
+    def send(self, message: messages.Message) -> None: ...
 
-    def receive(self, wait: bool) -> Message | None: ...
+    def receive(self, wait: bool) -> messages.Message | None: ...
 
     def expect(self, milliseconds: float) -> None: ...
 
@@ -362,7 +348,7 @@ class WorkerLoop(ABC, Generic[Request]):
         request, epoch = getattr(about, "request", None), getattr(about, "epoch", 0)
         log.warning("request %s failed: %s", request, error, extra={"request": request, "round": number})
         self._close(request or "", discard=True)
-        self._link.send(Fault(request, str(error), epoch=epoch))
+        self._link.send(messages.Fault(request, str(error), epoch=epoch))
 
     def _close_silent(self, waits_since_ns: Callable[[Request], float]) -> None:
         """Closes requests that have waited for a message for a long time, because their CLOSE must have been lost."""
@@ -377,9 +363,9 @@ class WorkerLoop(ABC, Generic[Request]):
         use = self._cache_use()
         if use != self._reported_use:
             self._reported_use = use
-            self._link.send(CacheReport(use))
+            self._link.send(messages.CacheReport(use))
 
-    def _drop_stale(self, message: Open | Verify | Commit) -> None:
+    def _drop_stale(self, message: messages.Open | messages.Verify | messages.Commit) -> None:
         """Counts and logs a message about an earlier round, which the caller drops."""
         self._stale += 1
         about = {"request": message.request, "round": message.round}
@@ -403,7 +389,9 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
     parser.add_argument("--log-fd", type=int, default=None, help="the log file of the server that started it")
 
 
-def run_worker(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, WorkerLoop[Any]]]) -> int:
+def run_worker(
+    options: argparse.Namespace, load: Callable[[WorkerLink], tuple[messages.Hello, WorkerLoop[Any]]]
+) -> int:
     """Loads the worker and serves; errors are reported to the orchestrator. Returns the exit code."""
     try:
         keys = find_client_keys(options.endpoint, options.server_key, options.keys)
@@ -418,7 +406,7 @@ def run_worker(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[H
         return _serve(link, hello, worker)
 
 
-def _serve(link: WorkerLink, hello: Hello, worker: WorkerLoop[Any]) -> int:
+def _serve(link: WorkerLink, hello: messages.Hello, worker: WorkerLoop[Any]) -> int:
     """Joins the cluster and runs until the end, with one orchestrator after another. Returns the exit code."""
     while True:
         try:

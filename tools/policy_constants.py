@@ -312,7 +312,6 @@ OTHER_VALUES: Mapping[str, Sequence[float]] = {
     "repeated_share": (math.inf,),
     "min_repeat_pairs": (1,),
     "kind_switch_logprob": (math.inf,),
-    "cost_per_row_weight": (1e-3,),
     "cost_per_row": (0.0,),
     "near": (1.0,),
     "episode_fade": (1.0,),

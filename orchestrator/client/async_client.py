@@ -6,7 +6,7 @@ import asyncio
 import weakref
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from types import AsyncGeneratorType
 from typing import Self, Unpack, cast
 
@@ -162,7 +162,7 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
         """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
 
 
-class AsyncStream(BaseStream[AsyncBaseClient, AsyncGenerator[Chunk, None]]):
+class AsyncStream(BaseStream[AsyncBaseClient, AsyncGenerator[Chunk, None]], AbstractAsyncContextManager["AsyncStream"]):
     """A completion in progress: iterate over it with `async for`, then read its `result`; or `follow` it.
 
     A second iteration raises InvalidRequest. `async with` closes it on exit.
@@ -184,9 +184,6 @@ class AsyncStream(BaseStream[AsyncBaseClient, AsyncGenerator[Chunk, None]]):
             self._dialogue.cancel()  # another task reads, or `follow` does
         else:
             await reading.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()

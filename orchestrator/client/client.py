@@ -13,7 +13,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, Never, Self, TypeVar, Unpack
 
@@ -235,7 +235,7 @@ class BaseClient(StreamClient["Stream"]):
         """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
 
 
-class Stream(BaseStream[BaseClient, Generator[Chunk, None, None]]):
+class Stream(BaseStream[BaseClient, Generator[Chunk, None, None]], AbstractContextManager["Stream"]):
     """A completion in progress: iterate over its chunks, then read its `result`.
 
     A second iteration raises InvalidRequest. A context manager, which closes it on exit.
@@ -256,9 +256,6 @@ class Stream(BaseStream[BaseClient, Generator[Chunk, None, None]]):
         if (reading := self._reading()) is not None:
             with suppress(ValueError):  # another thread is in the generator, and checks `is_closed`
                 reading.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -16,7 +16,6 @@ from outrider.orchestrator.core.proposal import (
     Proposal,
     best_tail,
     choose_fallback,
-    copy_for_tree,
     extend_by_copy,
     longest_copy,
     merge_into_tree,
@@ -104,18 +103,27 @@ class Proposer:
         return Proposal(source=Origin.COPIED, autonomous=True, draft=draft, drafter=NGRAM)
 
     def _copy_for_tree(self, request: Request) -> tuple[int, ...]:
-        """Returns the copy that pays in one tree with an in-process chain."""
+        """Returns the part of a copy that is worth its rows in one tree with an in-process chain.
+
+        The two are assumed to be right independently of each other; a token that both propose costs one row.
+        """
         if not request.takes_trees:
             return ()
-        copy = longest_copy(request.sequence.ngrams, request.max_chain_tokens)
-        return copy_for_tree(self.estimates, copy, request.plan.drafter, request.max_draft_tokens)
+        copy, depth = longest_copy(request.sequence.ngrams, request.max_chain_tokens), request.max_draft_tokens
+        drafted, row = self.estimates.acceptance_of(request.plan.drafter), self.estimates.row_cost()
+        reach, gain, best, count = 1.0, 0.0, 0.0, 0
+        for position in range(len(copy.chain)):
+            reach *= self.estimates.copied.rate(copy.evidence, position)
+            both = reach * drafted.reach(position) if position < depth else 0.0
+            gain += reach - both - row * (1.0 - both)
+            if gain > best:
+                best, count = gain, position + 1
+        return copy.chain[:count]
 
     def should_merge_in_process(self, request: Request) -> bool:
         """Whether a branch and an in-process chain are verified in one tree."""
-        drafter = request.in_process_drafter
-        if not drafter or not request.takes_trees:
-            return False
-        return should_merge_in_process(self.estimates, drafter, request.plan.depth)
+        drafter, depth = request.in_process_drafter, request.plan.depth
+        return bool(drafter) and request.takes_trees and should_merge_in_process(self.estimates, drafter, depth)
 
     def should_continue(self, request: Request) -> bool:
         """Whether an autonomous target should continue by itself: the next proposal would be about the same."""

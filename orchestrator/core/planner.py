@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextAcceptance, TextProfiles
+from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextProfile, TextProfiles
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
@@ -87,11 +87,11 @@ class Planner:
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
-    def first_plan(self, admit: Admit, drafters: int, kind: str = GENERAL_TEXT) -> tuple[Arm, list[str]]:
+    def first_plan(self, admit: Admit, drafters: int, text: TextProfile) -> tuple[Arm, list[str]]:
         """Returns a request's first plan with this many draft workers, and notes: why speculation is off, if it is."""
         sources = self._sources(admit.drafter, drafters)
         if admit.mode == "auto":
-            return self._policy(admit, sources, kind).plan(), []
+            return self._policy(admit, sources, text).plan(), []
         return self._fixed_plan(admit, sources)
 
     def _fixed_plan(self, admit: Admit, sources: DraftSources) -> tuple[Arm, list[str]]:
@@ -119,8 +119,8 @@ class Planner:
             request.planning.plan = self._policy_of(request).plan()
         elif request.plan.mode == "ssd" and request.round.number % POLICY.breadth_interval_rounds == 0 and is_open:
             most = self._max_branches(request.admit, self._sources_of(request).workers)
-            odds, depth = request.planning.text.odds, request.plan.depth
-            formula = Forecasts(self.estimates, odds, self.estimates.active, depth, most, fixed=False)
+            text, depth = request.planning.text, request.plan.depth
+            formula = Forecasts(self.estimates, text.acceptance, self.estimates.active, depth, most, fixed=False)
             request.planning.plan = replace(request.plan, branches=formula.forecast(Arm("ssd", depth))[0].branches)
 
     def wants_other_plan(self, request: Request) -> bool:
@@ -145,7 +145,7 @@ class Planner:
     # --- observations ---------------------------------------------------------------------------------------------
 
     def on_outcome(self, ended: SettledRound) -> None:
-        """Records the costs and odds of a round; no costs if it read the whole text."""
+        """Records the costs and the acceptance of a round; no costs if it read the whole text."""
         request, outcome, kept = ended.request, ended.outcome, ended.kept
         self._observe_copy(ended)
         if ended.read:
@@ -242,16 +242,13 @@ class Planner:
         return DraftSources(workers, others)
 
     def _policy_of(self, request: Request) -> Policy:
-        text = request.planning.text
-        return self._policy(request.admit, self._sources_of(request), text.kind, text.odds)
+        return self._policy(request.admit, self._sources_of(request), request.planning.text)
 
-    def _policy(
-        self, admit: Admit, sources: DraftSources, kind: str = GENERAL_TEXT, odds: TextAcceptance | None = None
-    ) -> Policy:
+    def _policy(self, admit: Admit, sources: DraftSources, text: TextProfile) -> Policy:
         """Returns the policy for these sources, requested K and B, temperature class and, for a request alone, kind of
         text: measurements under others would mislead. With several requests all follow one plan, whatever their kind.
         """
-        kind = kind if self.estimates.active == 1 else GENERAL_TEXT
+        kind = text.kind if self.estimates.active == 1 else GENERAL_TEXT
         key = (sources, admit.num_draft_tokens, admit.branches, admit.sampling.temp > 0, kind)
         if key not in self._policies:
             copies = self._settings.ngrams and not sources.others
@@ -270,7 +267,7 @@ class Planner:
             # Clients may request any number of K and B: the oldest of those policies are dropped.
             for old in [other for other in self._policies if other[1:3] != (None, None)][:-MAX_REQUESTED_POLICIES]:
                 del self._policies[old]
-        self._policies[key].odds = odds or self.profiles.odds(kind, admit.sampling.temp == 0)
+        self._policies[key].acceptance = text.acceptance
         return self._policies[key]
 
     def _max_depth(self, admit: Admit) -> int:

@@ -300,7 +300,7 @@ def extend_by_copy(
 
 def min_alternative_prob(estimates: Estimates, takes_trees: bool) -> float:
     """Returns the minimum probability for an alternative token to be worth its row; 1: alternatives never are."""
-    row = estimates.tokens_per_ms() * estimates.row_ms()
+    row = estimates.row_cost()
     return row if takes_trees and row < MAX_ROW_COST_TOKENS else 1.0
 
 
@@ -353,29 +353,13 @@ def merge_into_tree(
     return replace(branch, chain=tokens, parents=parents, by=by)
 
 
-def copy_for_tree(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tuple[int, ...]:
-    """Returns the part of `copy` that is worth its rows in one tree with `depth` tokens of an in-process drafter.
-
-    The two are assumed to be right independently of each other; a token that both propose costs one row.
-    """
-    drafted, row = estimates.acceptance_of(drafter), estimates.row_ms()
-    reach, gain, best, count = 1.0, 0.0, 0.0, 0
-    for position in range(len(copy.chain)):
-        reach *= estimates.copied.rate(copy.evidence, position)
-        both = reach * drafted.reach(position) if position < depth else 0.0
-        gain += reach - both - estimates.tokens_per_ms() * row * (1.0 - both)
-        if gain > best:
-            best, count = gain, position + 1
-    return copy.chain[:count]
-
-
 def should_merge_in_process(estimates: Estimates, drafter: str, depth: int) -> bool:
     """Whether `depth` in-process tokens are worth drafting and verifying in one tree with a branch."""
-    drafted, ahead, worth = estimates.acceptance_of(drafter), estimates.drafted, estimates.tokens_per_ms()
-    gain = -worth * estimates.in_process_ms(depth, drafter)
+    drafted, ahead, row = estimates.acceptance_of(drafter), estimates.drafted, estimates.row_cost()
+    gain = -estimates.tokens_per_ms() * estimates.in_process_ms(depth, drafter)
     for position in range(depth):
         both = drafted.reach(position) * ahead.reach(position)
-        gain += drafted.reach(position) - both - worth * estimates.row_ms() * (1.0 - both)
+        gain += drafted.reach(position) - both - row * (1.0 - both)
     return gain > 0.0
 
 

@@ -4,8 +4,6 @@ AR, SD and SSD are this one loop with different proposals. An outcome is handled
 lookup, the next VERIFY, COMMIT, and only then the event for the front, which makes the text. The scheduler owns the
 running requests, and knows tokens and integers only. Time is passed in.
 
-`create_request` creates a request with its plan, its drafters and the notes about them.
-
 While there is no target the requests wait, and continue on its replacement, all together. If the target dies again
 before a request has got a token, that request is a suspect; on the next replacement suspects run one at a time, with no
 other request, until their first token. A request that kills the target alone fails, and the others continue.
@@ -38,45 +36,12 @@ from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import TARGET_NAME
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded, ToFront
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import messages
 from outrider.protocol.clock import OUTCOME_TIMEOUT_NS
-from outrider.protocol.messages import (
-    Branches,
-    Close,
-    Drafted,
-    Failed,
-    Fault,
-    Features,
-    Message,
-    Outcome,
-    Prefilled,
-    Progress,
-    Resync,
-    WorkerNote,
-)
 from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, NgramTable
 
 # After so many deaths of the target in a row without a token, a request runs alone (a suspect), or fails.
 SUSPECT_AFTER_DEATHS, FAIL_AFTER_DEATHS = 2, 3
-
-
-def create_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: CacheBudget, now_ns: int) -> Request:
-    """Returns a new request, about which nothing has been sent yet; its n-grams are still empty."""
-    worker_notes = workers.notes() if admit.mode != "ar" else []
-    if not workers.target_abilities.chains:
-        admit = replace(admit, mode="ar")
-    drafters = workers.drafters() if admit.can_use_draft_workers else set()
-    tokens = [*admit.tokens, *admit.resume_tokens]
-    guessed_kind = classify_text(tokens, admit.sampling.grammar is not None, admit.code)
-    text = planner.profiles.open(guessed_kind, admit.sampling.temp == 0)
-    plan, notes = planner.first_plan(admit, len(drafters), text.kind)
-    return Request(
-        admit,
-        SequenceState(tokens, workers.target_context, last_heard_ns=now_ns, notes=[*worker_notes, *notes]),
-        DraftState({name: DrafterState() for name in sorted(drafters)}, SpeculationCache(budget)),
-        PlanState(plan, text),
-        RequestMetrics(now_ns, admit.rounds),
-        takes_trees=planner.merges and workers.target_abilities.trees and not admit.sampling.is_residual,
-    )
 
 
 class Scheduler:
@@ -116,15 +81,13 @@ class Scheduler:
     def begin(self, admit: Admit, now_ns: int) -> None:
         """Begins a request: OPEN to the target and to the drafters, which all read the prompt at once."""
         self._planner.set_load(len(self._requests) + 1, reading=True)
-        request = create_request(admit, self._workers, self._planner, self.cache_budget, now_ns)
-        admit = request.admit
-        self._requests[request.id] = request
+        request = self._requests[admit.request] = self._create_request(admit, now_ns)
         self._open_waiting()
         self._workers.flush_and_yield()
-        if self._settings.ngrams and admit.mode != "ar":
+        if self._settings.ngrams and request.admit.mode != "ar":
             request.sequence.ngrams.table, request.sequence.ngrams.ends = self._ngram_table, admit.eos
             request.sequence.ngrams.extend(request.sequence.tokens)
-        self._emit(RequestBegan(request.id, admit.mode, tuple(request.sequence.notes)))
+        self._emit(RequestBegan(request.id, request.admit.mode, tuple(request.sequence.notes)))
 
     def stop(self, request_id: str, reason: str) -> None:
         """Ends a request whose text is complete or unwanted; the round in flight is cancelled."""
@@ -184,7 +147,7 @@ class Scheduler:
 
     # --- messages of workers --------------------------------------------------------------------------------------
 
-    def handle(self, arrived: Iterable[tuple[str, Message]], now_ns: int) -> None:
+    def handle(self, arrived: Iterable[tuple[str, messages.Message]], now_ns: int) -> None:
         """Handles workers' messages that came together; a stale or invalid one is dropped and counted.
 
         Replies leave before metrics are written and events go to the front.
@@ -199,8 +162,8 @@ class Scheduler:
         if any(round_.read for round_ in settled):
             self._update_planner()
 
-    def _handle_one(self, sender: str, message: Message, now_ns: int, settled: list[SettledRound]) -> None:
-        if isinstance(message, WorkerNote):
+    def _handle_one(self, sender: str, message: messages.Message, now_ns: int, settled: list[SettledRound]) -> None:
+        if isinstance(message, messages.WorkerNote):
             self._on_worker_note(sender, message)
             return
         request = self._requests.get(getattr(message, "request", None) or "")
@@ -214,29 +177,29 @@ class Scheduler:
             if refusal != LATE:
                 workers.record_invalid(sender, refusal)
             return
-        if isinstance(message, Outcome | Branches | Drafted):
+        if isinstance(message, messages.Outcome | messages.Branches | messages.Drafted):
             request.metrics.on_peak_memory(sender, message.peak_bytes)
         match message:
-            case Outcome():
+            case messages.Outcome():
                 settled += self._on_outcome(request, message, now_ns)
-            case Features():
+            case messages.Features():
                 for name in request.draft.drafters:
                     if workers.hello(name).features:  # it reads them
                         workers.send_worker(name, message)
-            case Branches():
+            case messages.Branches():
                 self._on_branches(request, sender, message, now_ns)
-            case Drafted():
+            case messages.Drafted():
                 self._on_drafted(request, sender, message, now_ns)
-            case Prefilled():
+            case messages.Prefilled():
                 self._on_prefilled(request, message, sender in request.draft.drafters, now_ns)
-            case Resync():
+            case messages.Resync():
                 self._on_resync(request, sender, now_ns)
-            case Fault() if sender in request.draft.drafters:
+            case messages.Fault() if sender in request.draft.drafters:
                 self._remove_drafter(request, sender, message.message, False, now_ns)
-            case Fault():
+            case messages.Fault():
                 self._fail(request, message.message)
 
-    def _on_prefilled(self, request: Request, message: Prefilled, of_drafter: bool, now_ns: int) -> None:
+    def _on_prefilled(self, request: Request, message: messages.Prefilled, of_drafter: bool, now_ns: int) -> None:
         if message.cached and not request.round.epoch:
             request.metrics.on_cached(message.cached, of_drafter)
         if of_drafter:
@@ -244,7 +207,7 @@ class Scheduler:
         request.sequence.last_heard_ns = now_ns
         self._remote_prefills.on_progress(request, message)
         if not request.generated:
-            self._emit(Progress(request.id, message.done, message.total))
+            self._emit(messages.Progress(request.id, message.done, message.total))
 
     def next_deadline_ns(self) -> int | None:
         """Returns when `on_tick` must be called at the latest, or None; 0: at once, to index a prompt's n-grams."""
@@ -269,7 +232,7 @@ class Scheduler:
                 self._remote_prefills.forget(request)
                 self._next_round.send_again(request)
 
-    def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> list[SettledRound]:
+    def _on_outcome(self, request: Request, outcome: messages.Outcome, now_ns: int) -> list[SettledRound]:
         sequence, round_, deaths = request.sequence, request.round, request.sequence.deaths
         proposal = round_.proposal.as_verified(outcome)
         nodes = proposal.nodes(outcome)
@@ -310,14 +273,14 @@ class Scheduler:
         if settled.reason is not None:
             self._finish(request, settled.reason)
 
-    def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
+    def _on_branches(self, request: Request, sender: str, message: messages.Branches, now_ns: int) -> None:
         self.metrics.on_drafts(request, sender, message, now_ns)
         if self._draft_pool.on_branches(request, sender, message, now_ns):
             self._next_round.on_branches(request, message.final, now_ns)
         else:
             self.stale += 1
 
-    def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
+    def _on_drafted(self, request: Request, sender: str, message: messages.Drafted, now_ns: int) -> None:
         if not self._draft_pool.on_drafted(request, sender, message, now_ns):
             self.stale += 1
             return
@@ -333,7 +296,7 @@ class Scheduler:
         self._next_round.suspend(request)
         self._open(request)
 
-    def _on_worker_note(self, sender: str, note: WorkerNote) -> None:
+    def _on_worker_note(self, sender: str, note: messages.WorkerNote) -> None:
         """Adds the note to every request that the sender works for, at most one from each sender."""
         for request in self._requests.values():
             has_note = any(words.startswith(f"{sender}: ") for words in request.sequence.notes)
@@ -345,6 +308,26 @@ class Scheduler:
         self._planner.set_load(len(self._requests), any(request.round.reads for request in self._requests.values()))
 
     # --- opening and ending ---------------------------------------------------------------------------------------
+
+    def _create_request(self, admit: Admit, now_ns: int) -> Request:
+        """Returns a new request, with its plan, its drafters and notes about them; its n-grams are still empty."""
+        workers, planner = self._workers, self._planner
+        worker_notes = workers.notes() if admit.mode != "ar" else []
+        if not workers.target_abilities.chains:
+            admit = replace(admit, mode="ar")
+        drafters = workers.drafters() if admit.can_use_draft_workers else set()
+        tokens = [*admit.tokens, *admit.resume_tokens]
+        guessed_kind = classify_text(tokens, admit.sampling.grammar is not None, admit.code)
+        text = planner.profiles.open(guessed_kind, admit.sampling.temp == 0)
+        plan, notes = planner.first_plan(admit, len(drafters), text)
+        return Request(
+            admit,
+            SequenceState(tokens, workers.target_context, last_heard_ns=now_ns, notes=[*worker_notes, *notes]),
+            DraftState({name: DrafterState() for name in sorted(drafters)}, SpeculationCache(self.cache_budget)),
+            PlanState(plan, text),
+            RequestMetrics(now_ns, admit.rounds),
+            takes_trees=planner.merges and workers.target_abilities.trees and not admit.sampling.is_residual,
+        )
 
     def _open_waiting(self) -> None:
         """Opens the requests that may be on the target now: a suspect by itself, or all."""
@@ -373,12 +356,12 @@ class Scheduler:
 
     def _fail(self, request: Request, why: str) -> None:
         self._close(request)
-        self._emit(Failed(request.id, "WorkerError", why))
+        self._emit(messages.Failed(request.id, "WorkerError", why))
 
     def _close(self, request: Request) -> None:
         self._requests.pop(request.id, None)
         self._remote_prefills.forget(request)
-        self._workers.send_target(Close(request.id))
+        self._workers.send_target(messages.Close(request.id))
         self._draft_pool.close(request)
         self._update_planner()
         self._open_waiting()

@@ -33,30 +33,12 @@ from outrider.orchestrator.core.worker_registry import (
 from outrider.orchestrator.events import KVBudget, ModelVocabulary, kv_budget
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import Rate, RateLimiter, RouterSocket
-from outrider.protocol import clock, endpoints
+from outrider.protocol import clock, endpoints, messages
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import ProtocolError, VersionMismatch
 from outrider.protocol.keys import DRAFTER, sender_key
-from outrider.protocol.messages import (
-    Abilities,
-    Branches,
-    CacheReport,
-    Drafted,
-    Fault,
-    Hello,
-    KvMemory,
-    Loading,
-    Message,
-    Outcome,
-    Ping,
-    Pong,
-    PromptKv,
-    Shutdown,
-    Welcome,
-    WorkerStats,
-)
 from outrider.protocol.process import physical_memory
 from outrider.protocol.schema import clip
 from outrider.protocol.worker_link import heartbeat_id, routing_id
@@ -67,6 +49,9 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 # For a worker that does not read, or for this process.
 MAX_QUEUED_MESSAGES = 1024
+
+RESULTS = messages.Outcome | messages.Branches | messages.Drafted | messages.PromptKv
+"""The messages that show that a worker has worked for a request."""
 
 # A drafter sends a few messages per forward; an unknown peer sends little besides HELLO.
 DRAFTER_RATE, STRANGER_RATE = Rate(20_000, 20_000), Rate(10, 40)
@@ -104,7 +89,7 @@ class WorkerPool:
             self.joining_endpoint = self.router.open(joining, MAX_CONNECTIONS, keys).endpoint
         self._supervisor = Supervisor(self._registry, settings, self.endpoint, run_dir, self.ping_interval_s)
         self._arrived: list[Worker] = []
-        self._outgoing: dict[str, list[Message]] = {}
+        self._outgoing: dict[str, list[messages.Message]] = {}
         self._ping_serial = self._pinged_ns = 0
         self._next_ping_ns = 0
         self._drafters, self._strangers = RateLimiter(DRAFTER_RATE), RateLimiter(STRANGER_RATE)
@@ -139,7 +124,7 @@ class WorkerPool:
         return self.hello(TARGET_NAME).context_length
 
     @property
-    def target_abilities(self) -> Abilities:
+    def target_abilities(self) -> messages.Abilities:
         return self.hello(TARGET_NAME).abilities
 
     @property
@@ -165,12 +150,12 @@ class WorkerPool:
         """Returns the names of the prefill workers that are ready."""
         return {worker.name for worker in self._registry.ready("prefill")}
 
-    def hello(self, name: str) -> Hello:
+    def hello(self, name: str) -> messages.Hello:
         """Returns a worker's description; an empty one before it has sent its own."""
         worker = self._registry.named(name)
         return worker.hello if worker and worker.hello else EMPTY_HELLO
 
-    def stats(self) -> tuple[WorkerStats, ...]:
+    def stats(self) -> tuple[messages.WorkerStats, ...]:
         return tuple(worker.stats() for worker in self._registry.all())
 
     def set_vocabulary(self, language: ModelVocabulary) -> None:
@@ -180,19 +165,19 @@ class WorkerPool:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def send_target(self, message: Message) -> None:
+    def send_target(self, message: messages.Message) -> None:
         self.send_worker(TARGET_NAME, message)
 
-    def send_worker(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: messages.Message) -> None:
         """Queues a message to a worker until the next `flush`; it is dropped if the worker is gone by then."""
         self._outgoing.setdefault(name, []).append(message)
 
     def flush(self) -> None:
         """Sends the queued messages, those of each worker together."""
-        for name, messages in self._outgoing.items():
+        for name, queued in self._outgoing.items():
             worker = self._registry.named(name)
             if worker is not None and worker.entered:
-                self._send(routing_id(worker.incarnation), *messages)
+                self._send(routing_id(worker.incarnation), *queued)
         self._outgoing.clear()
 
     def flush_and_yield(self) -> None:
@@ -200,7 +185,7 @@ class WorkerPool:
         self.flush()
         os.sched_yield()
 
-    def receive(self) -> Iterator[tuple[str, Message]]:
+    def receive(self) -> Iterator[tuple[str, messages.Message]]:
         """Yields (worker name, message) for the messages about requests; handles the others; never blocks."""
         for first, frames in self.router.receive_waiting():
             identity = first.bytes
@@ -211,25 +196,25 @@ class WorkerPool:
             within_rate = self._within_rate(identity, worker, frames)
             for message in self._decode(identity, worker, frames) if within_rate else ():
                 match message:
-                    case Hello():
+                    case messages.Hello():
                         self._on_hello(identity, message, sender_key(first))
                         worker = self._registry.at(identity)
                     case _ if worker is None:
                         self.rejected += 1
                         log.info("dropped a %s from an unknown peer", type(message).__name__)
-                    case CacheReport(use=use):
+                    case messages.CacheReport(use=use):
                         worker.cache, self.status_changed = use, True
-                    case Pong():
+                    case messages.Pong():
                         self._on_pong(worker, message)
-                    case Loading(stage=stage):
+                    case messages.Loading(stage=stage):
                         self.stage, self.status_changed = f"{worker.role}: {stage}", True
                         worker.heartbeat.unanswered = 0
-                    case Fault(request=None, message=why, dispensable=dispensable):
+                    case messages.Fault(request=None, message=why, dispensable=dispensable):
                         worker.fault = why  # it will end, and `losses` will report it
                         if dispensable and worker.role != "target" and not worker.entered:
                             worker.state, self.status_changed = "refused", True
                     case _:
-                        worker.worked = worker.worked or isinstance(message, Outcome | Branches | Drafted | PromptKv)
+                        worker.worked = worker.worked or isinstance(message, RESULTS)
                         yield worker.name, message if worker.spawned else worker.clock.to_local(message, clock.now())
 
     def ping(self, now_ns: int) -> None:
@@ -243,9 +228,9 @@ class WorkerPool:
             if worker.entered and worker.key and not self._registry.is_key_allowed(worker.role, worker.key):
                 self._supervisor.dismiss(worker, f"{worker} is dismissed: {KEY_NOT_ALLOWED}")
             elif worker.entered:
-                self._send(heartbeat_id(routing_id(worker.incarnation)), Ping(self._ping_serial))
+                self._send(heartbeat_id(routing_id(worker.incarnation)), messages.Ping(self._ping_serial))
 
-    def _on_pong(self, worker: Worker, pong: Pong) -> None:
+    def _on_pong(self, worker: Worker, pong: messages.Pong) -> None:
         is_newest = pong.serial == self._ping_serial
         worker.heartbeat.on_pong(pong.progress, is_newest, pong.expected_ms / 1000)
         if is_newest and pong.clock_ns:
@@ -264,7 +249,7 @@ class WorkerPool:
         for loss in losses:
             self.status_changed = True
             if loss.gone:
-                self._send(routing_id(loss.worker.incarnation), Shutdown(loss.why))
+                self._send(routing_id(loss.worker.incarnation), messages.Shutdown(loss.why))
         if losses:
             self._share_memory()
         return losses
@@ -273,21 +258,21 @@ class WorkerPool:
         """Ends the workers, then closes the socket."""
         self.flush()
         for worker in self._registry.all():
-            self._send(routing_id(worker.incarnation), Shutdown())
+            self._send(routing_id(worker.incarnation), messages.Shutdown())
         self._supervisor.close()
         self.router.close()
 
-    def _send(self, identity: bytes, *messages: Message) -> None:
+    def _send(self, identity: bytes, *together: messages.Message) -> None:
         """Sends messages; they are dropped if the worker is gone or does not read."""
         try:
-            self.socket.send_multipart([identity, *encode_all(messages)], zmq.NOBLOCK)
+            self.socket.send_multipart([identity, *encode_all(together)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno == zmq.EAGAIN:
                 self.router.warn(
                     "a worker has %d unread messages, the maximum; later ones are lost", MAX_QUEUED_MESSAGES
                 )
 
-    def _on_hello(self, identity: bytes, hello: Hello, key: str) -> None:
+    def _on_hello(self, identity: bytes, hello: messages.Hello, key: str) -> None:
         """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO is answered again, because
         WELCOME may have been lost."""
         worker = self._registry.at(identity)
@@ -298,7 +283,7 @@ class WorkerPool:
         if why is not None:
             self.rejected += 1
             self.router.warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME_LENGTH], hello.role, why)
-            self._send(identity, Shutdown(why))
+            self._send(identity, messages.Shutdown(why))
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will report it
             return
@@ -308,7 +293,7 @@ class WorkerPool:
         worker.hello, worker.state, worker.fault, worker.heartbeat = hello, "ready", "", Heartbeat()
         worker.entered_ns, worker.kv_limit = clock.now(), 0
         self._arrived.append(worker)
-        self._send(identity, Welcome(worker.name, round(1000 * self.ping_interval_s)))
+        self._send(identity, messages.Welcome(worker.name, round(1000 * self.ping_interval_s)))
         self._share_memory()
         self.status_changed = True
         self._dismiss_misfits()
@@ -327,7 +312,7 @@ class WorkerPool:
             share = budget.share(worker.hello.kv, self.target_context) if worker.hello is not None else 0
             if worker.entered and share != worker.kv_limit:
                 worker.kv_limit = share
-                self._send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
+                self._send(routing_id(worker.incarnation), messages.KvMemory(share, self._settings.prompt_cache))
 
     def _within_rate(self, identity: bytes, worker: Worker | None, frames: Sequence[bytes]) -> bool:
         """Whether the sender is within its rate; messages over it are not decoded."""
@@ -346,7 +331,7 @@ class WorkerPool:
             )
         return False
 
-    def _decode(self, identity: bytes, worker: Worker | None, frames: Sequence[bytes]) -> list[Message]:
+    def _decode(self, identity: bytes, worker: Worker | None, frames: Sequence[bytes]) -> list[messages.Message]:
         try:
             return decode_all(frames)
         except ProtocolError as error:
@@ -355,5 +340,5 @@ class WorkerPool:
             if worker is not None:
                 self.record_invalid(worker.name, "frame")
             elif isinstance(error, VersionMismatch):
-                self._send(identity, Shutdown(str(error)))  # its header shows that the versions differ
+                self._send(identity, messages.Shutdown(str(error)))  # its header shows that the versions differ
             return []

@@ -16,43 +16,14 @@ import zmq
 from msgspec.structs import replace
 
 from outrider import __version__
+from outrider.orchestrator import events
 from outrider.orchestrator.auth import client_id_of
-from outrider.orchestrator.events import (
-    Announcement,
-    Committed,
-    Failure,
-    Quit,
-    RequestBegan,
-    RequestEnded,
-    ServerReady,
-    Stage,
-    Stop,
-    ThreadQueues,
-    ToFront,
-    WorkersChanged,
-    merge_commits,
-)
 from outrider.orchestrator.front.admission import Admission, FairQueue, QueuePath, Ticket, log_ticket
 from outrider.orchestrator.pairing.detokenizer import TextDelta
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.sockets import ClientMessage, ClientSocket
-from outrider.protocol import clock
+from outrider.protocol import clock, messages
 from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, WorkerError, error_kind
-from outrider.protocol.messages import (
-    Cancel,
-    Done,
-    Failed,
-    Generate,
-    Message,
-    Progress,
-    Started,
-    Stats,
-    StatsQuery,
-    TextChunk,
-    Timings,
-    WorkerStats,
-    is_serving,
-)
 from outrider.protocol.schema import MAX_SERIAL
 from outrider.protocol.stats import KvUse
 
@@ -71,9 +42,9 @@ class Front:
         pair: ChosenPair,
         admission: Admission,
         clients: ClientSocket,
-        queues: ThreadQueues,
-        core_stats: Callable[[Stats], Stats],
-        announce: Callable[[Announcement], None],
+        queues: events.ThreadQueues,
+        core_stats: Callable[[messages.Stats], messages.Stats],
+        announce: Callable[[events.Announcement], None],
     ) -> None:
         self._pair = pair
         self._admission = admission
@@ -85,7 +56,7 @@ class Front:
         self._waiting: FairQueue[Ticket] = FairQueue()
         self._active: dict[str, Ticket] = {}
         self._tickets: dict[tuple[bytes, str], Ticket] = {}
-        self._workers: tuple[WorkerStats, ...] = ()
+        self._workers: tuple[messages.WorkerStats, ...] = ()
         self._ready = False
         self._has_target = False
         self._fatal = ""
@@ -93,7 +64,7 @@ class Front:
         self._draining = False
         self._endings: Counter[str] = Counter()  # requests by reason
         self._failures: Counter[str] = Counter()  # by kind of error
-        self._totals = Timings()
+        self._totals = messages.Timings()
         self._generated_tokens = 0  # including those of running requests
 
     def run(self) -> None:
@@ -104,7 +75,7 @@ class Front:
         while self._running:
             if self._clients.monitor in dict(poller.poll()):
                 self._clients.update_connections()
-            for event in merge_commits(self._queues.events.take()):
+            for event in events.merge_commits(self._queues.events.take()):
                 self._on_event(event)
             for received in self._clients.receive(MESSAGES_PER_TURN):
                 self._on_message(received)
@@ -121,9 +92,9 @@ class Front:
         """Whether requests run or wait."""
         return bool(self._tickets)
 
-    def stats(self, request: str) -> Stats:
+    def stats(self, request: str) -> messages.Stats:
         """Returns the current workers and totals; may be called on any thread."""
-        stats = Stats(
+        stats = messages.Stats(
             request=request,
             version=__version__,
             workers=self._workers,
@@ -144,18 +115,18 @@ class Front:
 
     def _on_message(self, received: ClientMessage) -> None:
         match received.message:
-            case Generate():
+            case messages.Generate():
                 self._on_generate(received.sender, received.message, received.key)
-            case Cancel(request=name):
+            case messages.Cancel(request=name):
                 self._cancel(self._tickets.get((received.sender, name)))
-            case StatsQuery(request=name, about=about):
+            case messages.StatsQuery(request=name, about=about):
                 known = about is None or (received.sender, about) in self._tickets
                 self._clients.send(received.sender, replace(self.stats(name), known=known))
             case other:
                 self._clients.rejected += 1
                 log.info("a client sent %s; expected Generate, Cancel or StatsQuery", type(other).__name__)
 
-    def _on_generate(self, sender: bytes, generate: Generate, key: str) -> None:
+    def _on_generate(self, sender: bytes, generate: messages.Generate, key: str) -> None:
         try:
             if (sender, generate.request) in self._tickets:
                 raise InvalidRequest(f"request {generate.request} is already running; expected an unused name")
@@ -164,15 +135,15 @@ class Front:
             path = queue_path(sender, generate.client, key)
             ticket = self._admission.accept(generate, f"r{next(self._serials)}", sender, path)
         except OutriderError as error:
-            refusal = Failed(generate.request, error_kind(error), str(error))
+            refusal = messages.Failed(generate.request, error_kind(error), str(error))
             self._failures[refusal.kind] += 1
             log.info("refused %s: %s", refusal.request, error, extra={"client_request": refusal.request})
             self._clients.send(sender, refusal)
             return
         self._tickets[sender, generate.request] = ticket
         if ticket.complete:
-            self._on_request_began(ticket, RequestBegan(ticket.key, ticket.admit.mode))
-            self._on_request_ended(ticket, RequestEnded(ticket.key, ticket.complete, Timings()))
+            self._on_request_began(ticket, events.RequestBegan(ticket.key, ticket.admit.mode))
+            self._on_request_ended(ticket, events.RequestEnded(ticket.key, ticket.complete, messages.Timings()))
             return
         self._waiting.put(ticket.path, ticket, first=generate.resume_tokens is not None)
 
@@ -196,17 +167,19 @@ class Front:
             return
         ticket.end_reason = "cancelled"
         if ticket.key in self._active:
-            self._queues.core.put(Stop(ticket.key, "cancelled"))
+            self._queues.core.put(events.Stop(ticket.key, "cancelled"))
         elif self._waiting.drop(ticket.path, ticket):
-            self._end_ticket(ticket, Done(ticket.name, "cancelled", Timings(queue_ms=ticket.queue_ms)))
+            self._end_ticket(
+                ticket, messages.Done(ticket.name, "cancelled", messages.Timings(queue_ms=ticket.queue_ms))
+            )
 
     # --- events of the core ---------------------------------------------------------------------------------------
 
-    def _on_event(self, event: ToFront) -> None:
-        if isinstance(event, Quit):
+    def _on_event(self, event: events.ToFront) -> None:
+        if isinstance(event, events.Quit):
             self._running = False
             return
-        if isinstance(event, WorkersChanged):
+        if isinstance(event, events.WorkersChanged):
             self._on_workers_changed(event)
             return
         ticket = self._active.get(event.request)
@@ -215,18 +188,18 @@ class Front:
             log.info("dropped a %s of the inactive request %s", type(event).__name__, event.request, extra=fields)
             return
         match event:
-            case RequestBegan():
+            case events.RequestBegan():
                 self._on_request_began(ticket, event)
-            case Progress():
+            case messages.Progress():
                 self._send(ticket, replace(event, request=ticket.name))
-            case Committed():
+            case events.Committed():
                 self._on_committed(ticket, event)
-            case RequestEnded():
+            case events.RequestEnded():
                 self._on_request_ended(ticket, event)
-            case Failed():
+            case messages.Failed():
                 self._end_ticket(ticket, replace(event, request=ticket.name))
 
-    def _on_workers_changed(self, event: WorkersChanged) -> None:
+    def _on_workers_changed(self, event: events.WorkersChanged) -> None:
         self._workers = event.workers
         for worker in event.workers:
             if worker.state == "ready" and worker.role == "target":
@@ -236,22 +209,22 @@ class Front:
                 self._admission.draft_context = worker.context_length
         self._admission.kv_budget = event.kv_budget
         self._has_target = any(w.role == "target" and w.state in ("ready", "frozen") for w in event.workers)
-        becomes_ready = not self._ready and is_serving(event.workers)
+        becomes_ready = not self._ready and messages.is_serving(event.workers)
         if event.stage and not self._ready:
-            self._announce(Stage(event.stage))
+            self._announce(events.Stage(event.stage))
         if event.fatal and not self._fatal:
             self._give_up(WorkerError.__name__, event.fatal)
         elif becomes_ready and (why := self._explain_shortage()):
             self._give_up(InvalidRequest.__name__, why)
         elif becomes_ready:
             notes = (*self._pair.notes, *event.notes)
-            self._announce(ServerReady(self._clients.endpoint, notes=notes))
+            self._announce(events.ServerReady(self._clients.endpoint, notes=notes))
         self._ready = self._ready or becomes_ready  # a worker lost later is restarted or left out
 
     def _give_up(self, kind: str, why: str) -> None:
         self._fatal = why
         self._fail_all(kind, why)
-        self._announce(Failure(kind, why))
+        self._announce(events.Failure(kind, why))
 
     def _explain_shortage(self) -> str:
         """Returns why the cluster can't start with its `kv_memory`; empty: it can."""
@@ -259,12 +232,12 @@ class Front:
             return ""
         return self._admission.kv_budget.explain_shortage(self._admission.context_length, self._pair.target.name)
 
-    def _on_request_began(self, ticket: Ticket, event: RequestBegan) -> None:
+    def _on_request_began(self, ticket: Ticket, event: events.RequestBegan) -> None:
         admit = ticket.admit
         draft = self._pair.draft.name if self._pair.draft is not None else self._pair.settings.draft_backend
         self._send(
             ticket,
-            Started(
+            messages.Started(
                 request=ticket.name,
                 prompt_tokens=len(admit.tokens),
                 mode=event.mode,
@@ -276,48 +249,48 @@ class Front:
             ),
         )
 
-    def _on_committed(self, ticket: Ticket, event: Committed) -> None:
+    def _on_committed(self, ticket: Ticket, event: events.Committed) -> None:
         if ticket.end_reason:
             return
         delta = ticket.text.feed(event.tokens)
         self._send_text(ticket, delta, event)
         if delta.stopped and not ticket.end_reason:
             ticket.end_reason = "stop"
-            self._queues.core.put(Stop(ticket.key, "stop"))
+            self._queues.core.put(events.Stop(ticket.key, "stop"))
 
-    def _on_request_ended(self, ticket: Ticket, event: RequestEnded) -> None:
+    def _on_request_ended(self, ticket: Ticket, event: events.RequestEnded) -> None:
         if not ticket.end_reason:
             delta = ticket.text.finish()
-            self._send_text(ticket, delta, Committed(ticket.key, ()))
+            self._send_text(ticket, delta, events.Committed(ticket.key, ()))
             ticket.end_reason = "stop" if delta.stopped else event.reason
         timings = event.timings
         if event.until is not None and ticket.tokens < timings.predicted_n:
             timings = event.until(ticket.tokens)
         timings = replace(timings, queue_ms=ticket.queue_ms)
-        self._end_ticket(ticket, Done(ticket.name, ticket.end_reason, timings, event.notes))
+        self._end_ticket(ticket, messages.Done(ticket.name, ticket.end_reason, timings, event.notes))
 
     # --- messages to clients --------------------------------------------------------------------------------------
 
-    def _send_text(self, ticket: Ticket, delta: TextDelta, event: Committed) -> None:
+    def _send_text(self, ticket: Ticket, delta: TextDelta, event: events.Committed) -> None:
         ticket.tokens += len(delta.tokens)
         self._generated_tokens += len(delta.tokens)
         if delta.text or delta.tokens:
             count = len(delta.tokens)
             logprobs = event.logprobs.part(0, count) if event.logprobs is not None else None
             origins = tuple(map(int, event.origins[:count])) if event.origins is not None else None
-            own = TextChunk(
+            own = messages.TextChunk(
                 ticket.name, delta.text, delta.tokens, logprobs, origins, event.rounds, event.prompt_logprobs
             )
             self._send(ticket, own)
 
-    def _send(self, ticket: Ticket, message: Message) -> None:
+    def _send(self, ticket: Ticket, message: messages.Message) -> None:
         if not self._clients.send(ticket.sender, message):
             self._cancel(ticket)
 
-    def _end_ticket(self, ticket: Ticket, last: Done | Failed) -> None:
+    def _end_ticket(self, ticket: Ticket, last: messages.Done | messages.Failed) -> None:
         """Sends the ticket's last message, which the client may not receive, and removes the ticket."""
         self._clients.send(ticket.sender, last)
-        if isinstance(last, Done):
+        if isinstance(last, messages.Done):
             self._endings[last.reason] += 1
             self._totals += last.timings
             log_ticket(ticket, logging.INFO, "ends, %d tokens: %s", ticket.tokens, last.reason)
@@ -331,7 +304,7 @@ class Front:
     def _fail_all(self, kind: str, message: str) -> None:
         for ticket in list(self._tickets.values()):
             self._waiting.drop(ticket.path, ticket)
-            self._end_ticket(ticket, Failed(ticket.name, kind, message))
+            self._end_ticket(ticket, messages.Failed(ticket.name, kind, message))
 
     def _admit_waiting(self) -> None:
         """Admits requests, clients in turn, while there are a target, a free place, and memory for the next one."""

@@ -181,7 +181,7 @@ def _simulate_text(
     generated, took_ms = 0, 0.0
     text = planner.profiles.open(detected, greedy=True)
     while generated < tokens:
-        policy = planner._policy(admit, planner._sources(admit.drafter, 1), text.kind, text.odds)
+        policy = planner._policy(admit, planner._sources(admit.drafter, 1), text)
         plan = policy.plan()
         tokens_of_round, ms = machine.round(kind, plan, text)
         if plan.mode == "ar":

@@ -16,6 +16,7 @@ from outrider.orchestrator.core.policy.acceptance import (
     CONSTRAINED_TEXT,
     GENERAL_TEXT,
     REPEATING_TEXT,
+    TextProfile,
     classify_text,
 )
 from outrider.orchestrator.core.policy.constants import POLICY
@@ -48,7 +49,11 @@ def planner(*own: InProcessDrafter, ngrams: bool = True) -> Planner:
 
 
 def plan(found: Planner, admit: Admit, workers: int = 1) -> Arm:
-    return found.first_plan(admit, workers)[0]
+    return found.first_plan(admit, workers, new_text(found))[0]
+
+
+def new_text(found: Planner, kind: str = GENERAL_TEXT) -> TextProfile:
+    return found.profiles.open(kind, greedy=True)
 
 
 def test_default_drafter_is_a_worker_then_a_head_then_ngrams() -> None:
@@ -65,7 +70,7 @@ def test_named_drafter_is_the_only_one_used() -> None:
     assert plan(found, make_admit("sd", "draft")) == Arm("sd", 4, 16)
     assert plan(found, make_admit("sd", "ngram")) == Arm("sd", 4, 16, "ngram")
     auto = make_admit("auto", "mtp")
-    kinds = found._policy(auto, found._sources(auto.drafter, 1))._base_arms
+    kinds = found._policy(auto, found._sources(auto.drafter, 1), new_text(found))._base_arms
     assert [(arm.mode, arm.drafter) for arm in kinds] == [("ar", ""), ("sd", "mtp")]
 
 
@@ -84,9 +89,8 @@ def slow_drafter(admit: Admit, full_depth: bool = False) -> Arm:
 
 
 def open_request(found: Planner, admit: Admit, workers: int = 1) -> Request:
-    text = found.profiles.open(GENERAL_TEXT, greedy=True)
     sequence, draft = SequenceState(list(admit.tokens), 1 << 20), DraftState({}, SpeculationCache())
-    return Request(admit, sequence, draft, PlanState(plan(found, admit, workers), text), RequestMetrics())
+    return Request(admit, sequence, draft, PlanState(plan(found, admit, workers), new_text(found)), RequestMetrics())
 
 
 def test_ssd_branches_are_limited_to_what_finishes_unless_b_is_given() -> None:
@@ -97,10 +101,10 @@ def test_ssd_branches_are_limited_to_what_finishes_unless_b_is_given() -> None:
 
 def test_number_of_policies_for_custom_k_or_b_is_bounded() -> None:
     found, default = planner(), make_admit()
-    first = found._policy(default, found._sources(default.drafter, 1))
+    first = found._policy(default, found._sources(default.drafter, 1), new_text(found))
     for number in range(3 * MAX_REQUESTED_POLICIES):
         plan(found, replace(default, num_draft_tokens=1 + number % 16, branches=1 + number // 16))
-    assert found._policy(default, found._sources(default.drafter, 1)) is first
+    assert found._policy(default, found._sources(default.drafter, 1), new_text(found)) is first
     assert len(found._policies) == MAX_REQUESTED_POLICIES + 1
 
 
@@ -212,27 +216,29 @@ def test_best_drafter_is_learned_and_kept_per_kind_of_text() -> None:
     first = planner(GOOD)
     best = {GENERAL_TEXT: "eagle3", REPEATING_TEXT: "ngram"}
     for kind, drafter in best.items():
-        policy = first._policy(make_admit(), first._sources("", 1), kind)
+        policy = first._policy(make_admit(), first._sources("", 1), new_text(first, kind))
         choose_drafters(policy, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 1} | {drafter: 3})
     again = Planner(round_settings(4, 16), memory=first.learned(), abilities=lambda: Abilities(drafters=(GOOD,)))
     for kind, drafter in best.items():
-        assert again.first_plan(make_admit(), 1, kind)[0].drafter == drafter
+        assert again.first_plan(make_admit(), 1, new_text(again, kind))[0].drafter == drafter
     again.set_load(2, 0)
-    assert again.first_plan(make_admit(), 1, REPEATING_TEXT)[0] == again.first_plan(make_admit(), 1, GENERAL_TEXT)[0]
+    assert again.first_plan(make_admit(), 1, new_text(again, REPEATING_TEXT))[0] == plan(again, make_admit())
 
 
 @pytest.mark.parametrize("settings", [{"draft_backend": "none", "head": ("mtp",)}, {"colocate": True}])
 def test_best_drafter_is_learned_where_no_draft_worker_runs(settings: dict[str, Any]) -> None:
     used = replace(round_settings(4, 16), **settings)
     first = Planner(used, abilities=lambda: Abilities(drafters=(GOOD,)))
-    choose_drafters(first._policy(make_admit(), first._sources("", 0)), {"ar": 1, "eagle3": 3, "ngram": 1})
+    choose_drafters(
+        first._policy(make_admit(), first._sources("", 0), new_text(first)), {"ar": 1, "eagle3": 3, "ngram": 1}
+    )
     again = Planner(used, memory=first.learned(), abilities=lambda: Abilities(drafters=(GOOD,)))
-    plan, _ = again.first_plan(make_admit(), 0)
-    assert plan.drafter == "eagle3" and "measured before" in again._policy(make_admit(), again._sources("", 0)).why
+    policy = again._policy(make_admit(), again._sources("", 0), new_text(again))
+    assert policy.plan().drafter == "eagle3" and "measured before" in policy.why
 
 
 def test_nothing_is_learned_where_only_ngrams_draft() -> None:
     """Their arm has the same name as SD with draft workers, which may join the next server."""
     found = Planner(replace(round_settings(4, 16), draft_backend="ngram"))
-    choose_drafters(found._policy(make_admit(), found._sources("", 0)), {"ar": 1, "sd": 2})
+    choose_drafters(found._policy(make_admit(), found._sources("", 0), new_text(found)), {"ar": 1, "sd": 2})
     assert found.learned() == ()

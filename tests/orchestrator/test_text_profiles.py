@@ -34,10 +34,10 @@ def trained_profiles() -> TextProfiles:
     texts = TextProfiles(estimates)
     for name, home in GOOD_IN.items():
         for kind in (CODE_TEXT, GENERAL_TEXT):
-            odds = texts.odds(kind, greedy=True)
+            acceptance = texts.of_kind(kind, greedy=True)
             for _ in range(100):
                 accepted = chain(rng, 0.85 if kind == home else 0.35)
-                odds.observe(name, DEPTH, accepted)
+                acceptance.observe(name, DEPTH, accepted)
                 estimates.in_process[name].observe(DEPTH, accepted, 1.0)
     return texts
 
@@ -68,11 +68,13 @@ def test_unseen_kind_uses_general_rates_until_observed() -> None:
     texts = TextProfiles(estimates)
     for _ in range(200):
         estimates.observe_chain(DEPTH, 0)
-    fresh = texts.odds(REPEATING_TEXT, greedy=False)
+    fresh = texts.of_kind(REPEATING_TEXT, greedy=False)
     assert fresh.acceptance_of().rate(0) == pytest.approx(estimates.acceptance_of().rate(0))
     for _ in range(20):
         fresh.observe("", DEPTH, DEPTH)
-    assert fresh.acceptance_of().rate(0) > 0.6 > 0.1 > texts.odds(REPEATING_TEXT, greedy=True).acceptance_of().rate(0)
+    assert (
+        fresh.acceptance_of().rate(0) > 0.6 > 0.1 > texts.of_kind(REPEATING_TEXT, greedy=True).acceptance_of().rate(0)
+    )
 
 
 def test_first_rejections_are_not_counted_at_every_level() -> None:
@@ -84,11 +86,11 @@ def test_first_rejections_are_not_counted_at_every_level() -> None:
     for _ in range(7):
         estimates.in_process["draft"].observe(1, 0, 1.0)
         texts.observe(text, "draft", 1, 0)
-    assert 0.2 < text.odds.acceptance_of("draft").rate(0) < 0.5
+    assert 0.2 < text.acceptance.acceptance_of("draft").rate(0) < 0.5
     for _ in range(60):
         estimates.in_process["draft"].observe(1, 0, 1.0)
         texts.observe(text, "draft", 1, 0)
-    assert text.odds.acceptance_of("draft").rate(0) < 0.2
+    assert text.acceptance.acceptance_of("draft").rate(0) < 0.2
 
 
 def test_kind_without_observations_is_not_assigned() -> None:
@@ -109,7 +111,7 @@ def test_rates_of_zero_and_one_accept_contrary_observations(agreement: float, ac
         texts.observe(text, "mtp", DEPTH, accepted)
     again = texts.open(GENERAL_TEXT, greedy=True)
     texts.observe(again, "mtp", DEPTH, accepted)
-    assert 0 <= again.odds.acceptance_of("mtp").rate(0) <= 1
+    assert 0 <= again.acceptance.acceptance_of("mtp").rate(0) <= 1
 
 
 def test_text_starts_with_the_rates_of_its_kind_and_learns_its_own() -> None:
@@ -117,13 +119,13 @@ def test_text_starts_with_the_rates_of_its_kind_and_learns_its_own() -> None:
     for seed in range(8):
         texts, rng = trained_profiles(), random.Random(seed)
         text = texts.open(CODE_TEXT, greedy=True)
-        kind = texts.odds(CODE_TEXT, greedy=True).acceptance_of("mtp").rate(0)
-        assert text.odds.acceptance_of("mtp").rate(0) == pytest.approx(1 - POLICY.optimism * (1 - kind))
+        kind = texts.of_kind(CODE_TEXT, greedy=True).acceptance_of("mtp").rate(0)
+        assert text.acceptance.acceptance_of("mtp").rate(0) == pytest.approx(1 - POLICY.optimism * (1 - kind))
         counts = [chain(rng, 0.6) for _ in range(20)]
         for accepted in counts:
             texts.observe(text, "mtp", DEPTH, accepted)
         share = sum(counts) / sum(min(accepted + 1, DEPTH) for accepted in counts)
-        errors.append(abs(text.odds.acceptance_of("mtp").rate(0) - share))
+        errors.append(abs(text.acceptance.acceptance_of("mtp").rate(0) - share))
     assert fmean(errors) < 0.12
 
 
@@ -135,11 +137,11 @@ def test_auto_is_near_the_best_of_each_kind_with_misleading_prompts() -> None:
 def test_first_tokens_shift_the_rates_of_all_positions() -> None:
     """What is observed at the first position also shifts the rates of later ones, and each keeps its own odds."""
     texts = trained_profiles()
-    kind = texts.odds(CODE_TEXT, greedy=True)
+    kind = texts.of_kind(CODE_TEXT, greedy=True)
     text = texts.open(CODE_TEXT, greedy=True)
     for _ in range(12):
         texts.observe(text, "eagle3", 1, 1)
-    own_rates, kind_rates = text.odds.acceptance_of("eagle3"), kind.acceptance_of("eagle3")
+    own_rates, kind_rates = text.acceptance.acceptance_of("eagle3"), kind.acceptance_of("eagle3")
     assert all(kind_rates.rate(place) < own_rates.rate(place) <= 1.0 for place in range(DEPTH))
     for _ in range(60):
         texts.observe(text, "eagle3", DEPTH, 0)
@@ -153,7 +155,7 @@ def test_long_text_that_becomes_harder_or_easier_is_followed(before: float, afte
     for chance, rounds in ((before, 1000), (after, 200)):
         for _ in range(rounds):
             texts.observe(text, "eagle3", DEPTH, chain(rng, chance))
-        assert text.odds.acceptance_of("eagle3").rate(0) == pytest.approx(chance, abs=0.25)
+        assert text.acceptance.acceptance_of("eagle3").rate(0) == pytest.approx(chance, abs=0.25)
 
 
 def test_a_cold_server_loses_little_in_its_first_requests() -> None:

@@ -69,7 +69,7 @@ def test_text_equals_plain_decoding(
 @pytest.fixture
 def rows_are_cheap(counted_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes rows and in-process drafts cost nothing, so that the planner's choices do not depend on measurements."""
-    monkeypatch.setattr(Estimates, "row_ms", lambda self: 1e-6)
+    monkeypatch.setattr(Estimates, "row_cost", lambda self: 1e-6)
     monkeypatch.setattr(Estimates, "verify_ms", lambda self, rows: 1.0 + 1e-6 * rows)
     monkeypatch.setattr(Estimates, "in_process_ms", lambda self, tokens, drafter: 1e-6 * tokens)
 

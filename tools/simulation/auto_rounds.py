@@ -17,7 +17,7 @@ from typing import cast
 
 from outrider.drafters.fan_out import best_first
 from outrider.orchestrator.core.planner import Planner
-from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextProfile, classify_text
+from outrider.orchestrator.core.policy.acceptance import TextProfile, classify_text
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import (
     CopiedTail,
@@ -197,9 +197,7 @@ class Server:
 
     def _round(self, texts: Sequence[Text], reading: float) -> float:
         planner, e, count = self.planner, self.planner.estimates, len(texts)
-        first = texts[0]
-        kind, odds = (first.profile.kind, first.profile.odds) if count == 1 else (GENERAL_TEXT, None)
-        policy = planner._policy(ADMIT, planner._sources("", 1 if self._has_worker else 0), kind, odds)
+        policy = planner._policy(ADMIT, planner._sources("", 1 if self._has_worker else 0), texts[0].profile)
         plan = self.plan or policy.plan()
         self.plans[plan] += 1
         steps = [self._step(text, plan, count) for text in texts]
@@ -223,7 +221,7 @@ class Server:
             e.observe_verify(rows, verify_ms, rows // count, resting)
         for text, step in zip(texts, steps, strict=True):
             self._record_round(text, step, plan, round_ms, verify_ms, count)
-            policy.odds = text.profile.odds if count == 1 else policy.odds
+            policy.acceptance = text.profile.acceptance if count == 1 else policy.acceptance
             if text.rounds > 1:
                 policy.observe_round(plan, step.committed, round_ms, step.proposal.lookup.found)
         self._last = plan

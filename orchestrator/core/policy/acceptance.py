@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_POSITIONS = 64
 MIN_PROBABILITY = 0.02  # in a log-probability, so that no single chain decides
-GENERAL_TEXT, REPEATING_TEXT, CONSTRAINED_TEXT, CODE_TEXT = "", "repeating", "held", "code"
+GENERAL_TEXT, REPEATING_TEXT, CONSTRAINED_TEXT, CODE_TEXT = "", "repeating", "constrained", "code"
 
 # The kinds that a prompt only suggests; a grammar is certain.
 GUESSED_KINDS = (GENERAL_TEXT, CODE_TEXT, REPEATING_TEXT)
@@ -64,12 +65,6 @@ class CopyStats:
 
     def __init__(self) -> None:
         self.share, self.rows, self.right = Average(), Average(), Average()
-
-    def start_from(self, other: CopyStats) -> None:
-        """Begins from the averages of other texts."""
-        self.share.start_from(other.share())
-        self.rows.start_from(other.rows())
-        self.right.start_from(other.right())
 
     def add(self, rows: int, right: int) -> None:
         """Records a round that would verify `rows` tokens of a copy (0: there is none), `right` of them right."""
@@ -230,7 +225,7 @@ class TextAcceptance:
     def observe_copies(self, rows: int, right: int) -> None:
         """Records a round that n-grams alone would have made (`CopyStats`)."""
         if not self._copies.share.is_known:
-            self._copies.start_from(self.above.copies)
+            self._copies = deepcopy(self.above.copies)
         self._copies.add(rows, right)
 
     def log_likelihood(self, drafter: str, drafted: int, accepted: int) -> float:
@@ -262,7 +257,7 @@ class TextProfile:
     kind: str
     greedy: bool
     scores: dict[str, float]
-    odds: TextAcceptance
+    acceptance: TextAcceptance
 
 
 class TextProfiles:
@@ -274,34 +269,35 @@ class TextProfiles:
     """
 
     def __init__(self, estimates: Estimates) -> None:
-        self._odds = defaultdict[tuple[str, bool], TextAcceptance](lambda: TextAcceptance(estimates))
+        self._kinds = defaultdict[tuple[str, bool], TextAcceptance](lambda: TextAcceptance(estimates))
 
-    def odds(self, kind: str, greedy: bool) -> TextAcceptance:
-        return self._odds[kind, greedy]
+    def of_kind(self, kind: str, greedy: bool) -> TextAcceptance:
+        """Returns the acceptance in texts of this kind."""
+        return self._kinds[kind, greedy]
 
     def open(self, guessed_kind: str, greedy: bool) -> TextProfile:
         """Returns the profile of a new text, of which the prompt suggests this kind."""
         others = [
             kind
             for kind in GUESSED_KINDS
-            if guessed_kind in GUESSED_KINDS and self.odds(kind, greedy).rounds >= POLICY.min_known_rounds
+            if guessed_kind in GUESSED_KINDS and self.of_kind(kind, greedy).rounds >= POLICY.min_known_rounds
         ]
         scores = dict.fromkeys(others, -POLICY.kind_switch_logprob) | {guessed_kind: 0.0}
-        return TextProfile(guessed_kind, greedy, scores, TextAcceptance(self.odds(guessed_kind, greedy)))
+        return TextProfile(guessed_kind, greedy, scores, TextAcceptance(self.of_kind(guessed_kind, greedy)))
 
     def observe(self, text: TextProfile, drafter: str, drafted: int, accepted: int) -> None:
         """Records a chain or copy in a text and in its kind: that in which the text's rounds are likeliest so far."""
         if drafted:
             for kind in text.scores:
-                text.scores[kind] += self.odds(kind, text.greedy).log_likelihood(drafter, drafted, accepted)
+                text.scores[kind] += self.of_kind(kind, text.greedy).log_likelihood(drafter, drafted, accepted)
             best = max(text.scores, key=text.scores.__getitem__)
             if text.scores[best] > text.scores[text.kind]:
                 text.kind = best
-            text.odds.above = self.odds(text.kind, text.greedy)
-        for odds in (text.odds, self.odds(text.kind, text.greedy)):
-            odds.observe(drafter, drafted, accepted)
+            text.acceptance.above = self.of_kind(text.kind, text.greedy)
+        for acceptance in (text.acceptance, self.of_kind(text.kind, text.greedy)):
+            acceptance.observe(drafter, drafted, accepted)
 
     def observe_copies(self, text: TextProfile, rows: int, right: int) -> None:
         """Records a round that n-grams alone would have made, in a text and in its kind."""
-        for odds in (text.odds, self.odds(text.kind, text.greedy)):
-            odds.observe_copies(rows, right)
+        for acceptance in (text.acceptance, self.of_kind(text.kind, text.greedy)):
+            acceptance.observe_copies(rows, right)

@@ -25,7 +25,6 @@ class PolicyConstants:
     prior_verify_ms: float = 10.0  # a forward of one row; at 40 -0.7
     prior_depth_ms: float = 3.0  # one more token on all branches; at 1 -0.6, at 10 -1.0
     cost_per_row: float = 0.1  # each further row, in units of the first; at 0.2 -0.75, at 0 the worst scene -4.4
-    cost_per_row_weight: float = 32.0  # weight of `cost_per_row` in the measured one, as a sum of squares; at 128 -0.9
 
     # Texts and their kinds.
     prior_rejections: float = 3.0  # weight of the kind's acceptance in one text, in rejections; at 1.5 or 8 -0.3

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from outrider.orchestrator.core.policy.acceptance import Acceptance, Average, CopyStats, InProcessStats
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.tuning import TunedArm, TunedDrafter, Tuning
-from outrider.orchestrator.settings import DEFAULT_BRANCHES
+from outrider.orchestrator.settings import DEFAULT_BRANCHES, DEFAULT_DRAFT_TOKENS
 from outrider.protocol.messages import InProcessDrafter
 from outrider.protocol.ngrams import MAX_COPY_TOKENS, CopyAcceptance
 
@@ -22,25 +22,6 @@ from outrider.protocol.ngrams import MAX_COPY_TOKENS, CopyAcceptance
 MAX_EXACT_ROWS = 16
 BUCKETS_PER_DOUBLING = 8
 MIN_WEIGHT = 1e-9  # of rows that were not measured for long; 0 could not be averaged
-MAX_VERIFY_ROWS = 64  # in a forward that measures the cost of a row; one with more also reads a prompt
-
-
-class Slope:
-    """Estimates dy/dx by least squares; old points fade. Noise that shifts all points equally averages out."""
-
-    def __init__(self) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-
-    def add(self, x: float, y: float) -> None:
-        self._n, self._x, self._y = POLICY.fade * self._n + 1, POLICY.fade * self._x + x, POLICY.fade * self._y + y
-        self._xx, self._xy = POLICY.fade * self._xx + x * x, POLICY.fade * self._xy + x * y
-
-    def value(self, prior: float) -> float:
-        """Returns the slope; near `prior` until there are points that differ in x."""
-        count = max(self._n, 1.0)
-        spread = self._xx - self._x**2 / count
-        covariance = self._xy - self._x * self._y / count
-        return (covariance + POLICY.cost_per_row_weight * prior) / (spread + POLICY.cost_per_row_weight)
 
 
 class DrafterLatency:
@@ -98,8 +79,8 @@ class RowCosts:
         self._curve: list[tuple[int, float]] | None = None
         self._weighed: list[tuple[int, float, float]] = []  # (rows, milliseconds, weight) behind the curve
 
-    def add(self, rows: int, milliseconds: float) -> float:
-        """Records a time, and returns the part of it that counts (`max_stall_factor`)."""
+    def add(self, rows: int, milliseconds: float) -> None:
+        """Records a time, of which a stall counts only in part (`max_stall_factor`)."""
         bucket = _bucket(rows)
         average, weight, updated = self._averages.get(bucket, (milliseconds, 0.0, self._count))
         milliseconds = min(milliseconds, POLICY.max_stall_factor * average)
@@ -108,7 +89,6 @@ class RowCosts:
         self._averages[bucket] = average, min(weight + 1.0, 1.0 / POLICY.smoothing), self._count
         self._count += 1
         self._curve = None
-        return milliseconds
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
@@ -199,7 +179,6 @@ class Estimates:
         self._all_cores_ms = RowCosts()
         self.pipelined_ms = RowCosts()
         self._trees_ms = RowCosts()
-        self._row_ms = Slope()
         self._other_rows = Average()
         self._known_row_costs: tuple[int, list[float]] = (0, [])  # those of this load, until something is measured
         self._step_ms = Average()
@@ -276,9 +255,7 @@ class Estimates:
     def observe_verify(self, rows: int, milliseconds: float, own: int | None = None, all_cores: bool = False) -> None:
         """Records a forward of `rows`, of which one request has `own` (None: all). `all_cores`: no draft worker
         computed meanwhile, so the forward had all cores."""
-        counted_ms = (self._all_cores_ms if all_cores else self._verify_ms).add(rows, milliseconds)
-        if rows <= MAX_VERIFY_ROWS:
-            self._row_ms.add(rows, counted_ms)
+        (self._all_cores_ms if all_cores else self._verify_ms).add(rows, milliseconds)
         self._other_rows.add(rows - (rows if own is None else own))
         self._known_row_costs = (0, [])
 
@@ -346,11 +323,6 @@ class Estimates:
         """Returns E[rows] of the verify of a draft worker's chain of `depth` tokens, cut to those that pay."""
         return self.verified.expected_tokens(depth)
 
-    def row_ms(self) -> float:
-        """Returns the time that one more row adds to a forward."""
-        first = self.forward_ms(1)
-        return min(max(self._row_ms.value(POLICY.cost_per_row * first), 0.0), first)
-
     def row_costs(self, count: int) -> list[float]:
         """Returns what the verify of 0, 1, ... `count` draft tokens costs, in tokens: those of the target's time.
 
@@ -368,6 +340,10 @@ class Estimates:
             costs.append(worth * min(measured, (weight * measured + prior) / (weight + 1.0)))
         self._known_row_costs = self.active, costs
         return costs[: count + 1]
+
+    def row_cost(self) -> float:
+        """Returns what one more draft token costs in a chain of the usual length, in tokens."""
+        return self.row_costs(DEFAULT_DRAFT_TOKENS)[-1] / DEFAULT_DRAFT_TOKENS
 
     def plain_ms(self, texts: int) -> float:
         """Returns the time of a step of plain decoding, pipelined, with this many texts."""

@@ -142,11 +142,11 @@ Forecast = tuple[Arm, float]
 
 @dataclass
 class Forecasts:
-    """Forecasts for `at_once` requests and texts of these `odds`; K is at most `max_depth`, B at most `branches`, or
+    """Forecasts for `at_once` requests with such `texts`; K is at most `max_depth`, B at most `branches`, or
     exactly that if `fixed`."""
 
     estimates: Estimates
-    odds: Estimates | TextAcceptance
+    texts: Estimates | TextAcceptance
     at_once: int
     max_depth: int
     branches: int
@@ -202,7 +202,7 @@ class Forecasts:
 
     def _copying_rate(self, costs: Costs) -> float:
         """Returns the rate of rounds that verify n-gram chains, and make a plain step where no request has one."""
-        n, copies = self.at_once, self.odds.copies
+        n, copies = self.at_once, self.texts.copies
         share = copies.share()
         some = 1.0 - math.pow(1.0 - share, n)
         verify_ms = costs.verify_ms(n + round(n * share * copies.rows() / some)) if some else 0.0
@@ -210,7 +210,7 @@ class Forecasts:
 
     def _expected_tokens(self, depth: int, drafter: str = "") -> float:
         """Returns E[tokens] of a round with a chain of K; a tuned K above the maximum counts as the maximum."""
-        return self.odds.acceptance_of(drafter).expected_tokens(min(depth, max(self.max_depth, CANDIDATE_DEPTHS[-1])))
+        return self.texts.acceptance_of(drafter).expected_tokens(min(depth, max(self.max_depth, CANDIDATE_DEPTHS[-1])))
 
     def _costs(self, arm: Arm, breadth: int) -> Costs:
         e, n = self.estimates, self.at_once

@@ -109,8 +109,8 @@ class Policy:
     """Chooses among `modes`, SD by each of `others` (in-process drafters and n-grams), and SSD by draft workers with an
     in-process drafter.
 
-    K is at most `max_depth`; B is at most `branches`, or exactly that if `fixed`; tuned values take precedence. `odds`
-    is the acceptance in the text of a request alone, `why` the reason of the latest choice, for users.
+    K is at most `max_depth`; B is at most `branches`, or exactly that if `fixed`; tuned values take precedence.
+    `acceptance` is that in the text of a request alone, `why` the reason of the latest choice, for users.
     """
 
     estimates: Estimates
@@ -119,7 +119,7 @@ class Policy:
     branches: int = 0
     fixed: bool = False
     others: tuple[str, ...] = ()
-    odds: TextAcceptance | None = None
+    acceptance: TextAcceptance | None = None
     why: str = "not started"
     _active: int = 1
     _plan: Arm | None = None
@@ -381,8 +381,8 @@ class Policy:
         return {arm: formula.forecast(arm) for arm in arms}
 
     def _formula(self, at_once: int) -> Forecasts:
-        odds = self.odds if self.odds is not None and at_once == 1 else self.estimates
-        return Forecasts(self.estimates, odds, at_once, self.max_depth, self.branches, self.fixed)
+        texts = self.acceptance if self.acceptance is not None and at_once == 1 else self.estimates
+        return Forecasts(self.estimates, texts, at_once, self.max_depth, self.branches, self.fixed)
 
 
 def _measured_rates(records: dict[Arm, ArmRecord]) -> dict[Arm, float]:
