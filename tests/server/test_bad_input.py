@@ -443,6 +443,10 @@ def test_unknown_field_is_ignored_and_logged_with_its_count(
         (CLAUDE, {"presence_penalty": 1}, "would change the answer"),
         (RESPOND, {"max_output_token": 5}, "did you mean max_output_tokens?"),
         (CLAUDE, {"tool_choise": {}}, "did you mean tool_choice?"),
+        (CHAT, {"maxTokens": 5}, "did you mean max_tokens?"),
+        (CHAT, {"TopP": 0.5}, "did you mean top_p?"),
+        (TEXT, {"responseFormat": {"type": "json_object"}}, "did you mean response_format?"),
+        (CHAT, {"stopSequences": ["x"]}, "would change the answer"),
     ],
 )
 def test_unsupported_field_that_affects_the_answer_is_refused(
@@ -529,7 +533,17 @@ def test_an_earlier_response_is_refused_with_the_reason(ask: Ask, base: str) -> 
     for path, method in (*asked, ("compact", "POST")):
         refused = ask(f"{base}/responses/{path}", method)
         assert refused.status_code == 404
-        assert error_message(refused) == "responses are not stored or compacted; send the whole input to /v1/responses"
+        assert error_message(refused).startswith("nothing is stored or compacted here; send the whole conversation")
+
+
+def test_a_stored_conversation_is_refused_with_the_reason(ask: Ask) -> None:
+    """The sessions of OpenAI's agents create one; dashboards read stored chats."""
+    for path in ("/v1/conversations", "/conversations", "/v1/conversations/conv_1/items"):
+        refused = ask(path, json={})
+        assert refused.status_code == 404 and "nothing is stored" in error_message(refused)
+    for path in ("/v1/conversations/conv_1", "/v1/chat/completions/chatcmpl-1", "/v1/chat/completions/c/messages"):
+        refused = ask(path, "GET")
+        assert refused.status_code == 404 and "nothing is stored" in error_message(refused)
 
 
 def test_the_version_is_returned(ask: Ask) -> None:
