@@ -456,6 +456,15 @@ def test_unsupported_field_that_affects_the_answer_is_refused(
     assert refused.status_code == 400 and words in error_message(refused, path == CLAUDE)
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT, CLAUDE])
+def test_a_whole_number_may_be_written_with_a_decimal_point(ask: Ask, path: str) -> None:
+    """As Gson, data frames and PHP write integers; JSON Schema takes 5.0 for one."""
+    fields = {"max_tokens": 5.0, "top_k": 40.0, "seed": 7.0, "speculation": {"num_draft_tokens": 3.0}}
+    assert ask(path, json={**PATHS[path], **fields}).status_code == 503  # valid: only no orchestrator runs
+    refused = ask(path, json={**PATHS[path], "max_tokens": 5.5})
+    assert refused.status_code == 400 and "max_tokens: Input should be a valid integer" in refused.text
+
+
 def test_one_request_may_not_exceed_the_concurrent_answers_of_its_key(chatty: ServedModel) -> None:
     ask = make_ask(chatty, max_streams_per_key=3)
     assert ask(CHAT, json={**CHAT_BODY, "n": 3}).status_code == 503  # valid: it fails only because no orchestrator runs
