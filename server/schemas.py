@@ -61,12 +61,14 @@ class StrictSchema(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_field_count(cls, given: Any) -> Any:
-        """Limits the number of fields first, because each unknown one is reported."""
-        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+    def _read_fields(cls, given: Any) -> Any:
+        """Limits the number of fields, because each unknown one is reported, and takes 5.0 for the integer 5."""
+        if not isinstance(given, dict):
+            return given
+        if len(given) > MAX_FIELDS:
             limits = {"count": len(given), "most": MAX_FIELDS}
             raise PydanticCustomError("too_many_fields", "there are {count} fields; expected at most {most}", limits)
-        return given
+        return {name: int(one) if isinstance(one, float) and one.is_integer() else one for name, one in given.items()}
 
 
 class ApiRequest(StrictSchema):
@@ -175,9 +177,7 @@ class Generation(ApiRequest):
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT, description="0 and -1 are off")] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     speculation: Speculation | None = None
-    timeout: (
-        Annotated[float, Field(gt=0, le=MAX_WAIT_SECONDS, description="seconds until the request is cancelled")] | None
-    ) = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_WAIT_SECONDS, description="seconds until cancelled")] | None = None
     stream: bool | None = None
     metadata: Ignored = None
     service_tier: Ignored = None

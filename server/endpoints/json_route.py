@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -229,10 +230,11 @@ def find_ignored_fields(payload: ApiRequest) -> list[str]:
     given: dict[str, Any] = payload.model_extra or {}
     names = [name[:_MAX_NAME] for name, value in given.items() if value not in (None, _NEUTRAL_VALUES.get(name))]
     for name in names:
-        if name in _OTHER_SERVERS_FIELDS or name in _fields_of_all_paths():
-            raise Problem(f"{name}: this path does not support it, and ignoring it would change the answer", name)
-        if near := get_close_matches(name, _effective_fields(type(payload)), 1, _MIN_SIMILARITY):
+        snake = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()  # topP is top_p: clients in JavaScript write both
+        if near := get_close_matches(snake, _effective_fields(type(payload)), 1, _MIN_SIMILARITY):
             raise Problem(f"{name}: no such field is known here; did you mean {near[0]}?", name)
+        if snake in _OTHER_SERVERS_FIELDS or snake in _fields_of_all_paths():
+            raise Problem(f"{name}: this path does not support it, and ignoring it would change the answer", name)
     return names
 
 

@@ -136,10 +136,9 @@ async def ready(context: ContextDependency, response: Response) -> Ready:
     if stats is None or context.draining:
         response.status_code = 503
         return Ready(status="unreachable" if stats is None else "ending")
-    workers = {worker.name: worker.state for worker in stats.workers}
     is_ready = is_serving(stats.workers)
     response.status_code = 200 if is_ready else 503
-    return Ready(status="ready" if is_ready else "starting", workers=workers)
+    return Ready(status="ready" if is_ready else "starting", workers={one.name: one.state for one in stats.workers})
 
 
 @router.get("/metrics", response_class=Response, responses={**error_docs(), 200: {"content": {"text/plain": {}}}})
@@ -228,24 +227,23 @@ async def model(name: str, context: ContextDependency) -> Model:
 @models_router.post("/embeddings", include_in_schema=False)
 async def embeddings(context: ContextDependency) -> Response:
     """Rejects embeddings, which frameworks request along with chat completions."""
-    raise Problem(
-        f"embeddings are not supported: {context.model.id} generates text; use the base URL of another server for them",
-        status=404,
-    )
+    reason = f"embeddings are not supported: {context.model.id} generates text; use another server's base URL for them"
+    raise Problem(reason, status=404)
 
 
 @models_router.api_route("/responses/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
-async def stored_response(name: str) -> Response:
-    """Rejects what needs an earlier response, such as reading or cancelling it, and compaction."""
-    raise Problem("responses are not stored or compacted; send the whole input to /v1/responses", status=404)
+@models_router.api_route("/chat/completions/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+@models_router.api_route("/conversations{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+async def stored_conversation() -> Response:
+    """Rejects what needs an earlier answer or a stored conversation, such as reading one, and compaction."""
+    raise Problem("nothing is stored or compacted here; send the whole conversation with each request", status=404)
 
 
 def _describe_model(context: ServerContext, name: str) -> Model:
-    made = context.model.loaded_at
     return Model(
         id=name,
-        created=made,
-        created_at=datetime.fromtimestamp(made, UTC),
+        created=context.model.loaded_at,
+        created_at=datetime.fromtimestamp(context.model.loaded_at, UTC),
         display_name=name,
         max_model_len=context.model.context_length,
         chat_template=context.model.template is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,35 @@ def test_a_program_that_fails_has_a_row_with_its_error(tmp_path: Path, monkeypat
         assert words in row and was_right is is_right
 
 
-def test_template_selects_the_write_tool_of_each_agent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("agent", "system", "tool"),
+    [
+        ("Claude Code", "You are a coding agent.", "Write"),
+        ("Qwen Code", "You are a coding agent.", "write_file"),
+        ("opencode", "You are a coding agent.", "write"),
+        ("Codex", "You are a coding agent.", "exec_command"),
+        ("Continue", "You are an agent in the Continue CLI.", "Write"),
+        ("Cline", "You are Cline, a coding agent.", "editor"),
+        ("pi", "You are an assistant operating inside pi.", "write"),
+    ],
+)
+def test_template_selects_the_write_tool_of_each_agent(tmp_path: Path, agent: str, system: str, tool: str) -> None:
     folder = write_model(tmp_path / "model", {program.name: tmp_path / program.folder for program in PROGRAMS})
-    template, asked = chat_template(folder) or "", [{"role": "user", "content": "hi"}]
-    for tool in ("Write", "write_file", "write", "exec_command"):
-        tools = [{"type": "function", "function": {"name": name}} for name in ("other", tool)]
-        assert render_template(template, asked, {}, tools=tools, answer=True, keywords={}).endswith(f"<|{tool}|>")
-    assert render_template(template, asked, {}, tools=None, answer=True, keywords={}).endswith("<|plain|>")
-    assert str(tmp_path / "codex" / "hello.py") in (folder / "tokenizer.json").read_text(encoding="utf-8")
+    asked = [{"role": "system", "content": system}, {"role": "user", "content": "hi"}]
+    tools = [{"type": "function", "function": {"name": name}} for name in ("other", tool)]
+
+    def prompt(tools: list[dict[str, Any]] | None, messages: list[dict[str, str]]) -> str:
+        return render_template(chat_template(folder) or "", messages, {}, tools=tools, answer=True, keywords={})
+
+    assert prompt(tools, asked).endswith(f"<|{agent}|>")
+    assert prompt(None, asked[1:]).endswith("<|plain|>")
+    (piece,) = [one for one in tokens_of(folder) if f"{tmp_path}/{agent.lower().replace(' ', '-')}/hello.py" in one]
+    assert f'"name": "{tool}"' in piece
+
+
+def tokens_of(folder: Path) -> list[str]:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    return [token["content"] for token in tokenizer["added_tokens"]]
 
 
 def test_programs_are_installed_where_the_bench_finds_them() -> None:

@@ -443,6 +443,10 @@ def test_unknown_field_is_ignored_and_logged_with_its_count(
         (CLAUDE, {"presence_penalty": 1}, "would change the answer"),
         (RESPOND, {"max_output_token": 5}, "did you mean max_output_tokens?"),
         (CLAUDE, {"tool_choise": {}}, "did you mean tool_choice?"),
+        (CHAT, {"maxTokens": 5}, "did you mean max_tokens?"),
+        (CHAT, {"TopP": 0.5}, "did you mean top_p?"),
+        (TEXT, {"responseFormat": {"type": "json_object"}}, "did you mean response_format?"),
+        (CHAT, {"stopSequences": ["x"]}, "would change the answer"),
     ],
 )
 def test_unsupported_field_that_affects_the_answer_is_refused(
@@ -450,6 +454,15 @@ def test_unsupported_field_that_affects_the_answer_is_refused(
 ) -> None:
     refused = ask(path, json={**PATHS[path], **field})
     assert refused.status_code == 400 and words in error_message(refused, path == CLAUDE)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, CLAUDE])
+def test_a_whole_number_may_be_written_with_a_decimal_point(ask: Ask, path: str) -> None:
+    """As Gson, data frames and PHP write integers; JSON Schema takes 5.0 for one."""
+    fields = {"max_tokens": 5.0, "top_k": 40.0, "seed": 7.0, "speculation": {"num_draft_tokens": 3.0}}
+    assert ask(path, json={**PATHS[path], **fields}).status_code == 503  # valid: only no orchestrator runs
+    refused = ask(path, json={**PATHS[path], "max_tokens": 5.5})
+    assert refused.status_code == 400 and "max_tokens: Input should be a valid integer" in refused.text
 
 
 def test_one_request_may_not_exceed_the_concurrent_answers_of_its_key(chatty: ServedModel) -> None:
@@ -529,7 +542,17 @@ def test_an_earlier_response_is_refused_with_the_reason(ask: Ask, base: str) -> 
     for path, method in (*asked, ("compact", "POST")):
         refused = ask(f"{base}/responses/{path}", method)
         assert refused.status_code == 404
-        assert error_message(refused) == "responses are not stored or compacted; send the whole input to /v1/responses"
+        assert error_message(refused).startswith("nothing is stored or compacted here; send the whole conversation")
+
+
+def test_a_stored_conversation_is_refused_with_the_reason(ask: Ask) -> None:
+    """The sessions of OpenAI's agents create one; dashboards read stored chats."""
+    for path in ("/v1/conversations", "/conversations", "/v1/conversations/conv_1/items"):
+        refused = ask(path, json={})
+        assert refused.status_code == 404 and "nothing is stored" in error_message(refused)
+    for path in ("/v1/conversations/conv_1", "/v1/chat/completions/chatcmpl-1", "/v1/chat/completions/c/messages"):
+        refused = ask(path, "GET")
+        assert refused.status_code == 404 and "nothing is stored" in error_message(refused)
 
 
 def test_the_version_is_returned(ask: Ask) -> None:

@@ -85,6 +85,42 @@ def opencode(run: ProgramRun) -> Results:
     return {"chat completions": {"file": _file_was_written(run)}}
 
 
+def continue_cli(run: ProgramRun) -> Results:
+    """Continue's CLI: chat completions, by OpenAI's client."""
+    model = {"name": run.model, "provider": "openai", "model": run.model, "apiBase": f"{run.url}/v1", "apiKey": "none"}
+    settings = {"name": "here", "version": "0.0.1", "schema": "v1", "models": [{**model, "roles": ["chat"]}]}
+    (run.home / "config.yaml").write_text(json.dumps(settings), encoding="utf-8")
+    line = [run.command("cn"), "--config", "config.yaml", "--auto", "-p", TASK]
+    run.output(line, CONTINUE_TELEMETRY_ENABLED="0")
+    return {"chat completions": {"file": _file_was_written(run)}}
+
+
+def cline(run: ProgramRun) -> Results:
+    """Cline's CLI: chat completions, by the AI SDK."""
+    provider = ["--provider", "openai-compatible"]
+    given = ["--apikey", "none", "--modelid", run.model, "--baseurl", f"{run.url}/v1"]
+    run.output([run.command("cline"), "auth", *provider, *given])
+    run.output([run.command("cline"), *provider, "--model", run.model, TASK])
+    return {"chat completions": {"file": _file_was_written(run)}}
+
+
+def pi(run: ProgramRun) -> Results:
+    """pi, with each of its APIs."""
+    urls = {"openai-completions": f"{run.url}/v1", "openai-responses": f"{run.url}/v1", "anthropic-messages": run.url}
+    model = {"id": run.model, "contextWindow": 1_000_000, "maxTokens": 1000}
+    providers = {api: {"baseUrl": url, "api": api, "apiKey": "none", "models": [model]} for api, url in urls.items()}
+    folder = run.home / ".pi" / "agent"
+    folder.mkdir(parents=True)
+    (folder / "models.json").write_text(json.dumps({"providers": providers}), encoding="utf-8")
+    results = {}
+    for api in urls:
+        (run.home / FILE).unlink(missing_ok=True)
+        line = [run.command("pi"), "--provider", api, "--model", run.model, "--no-session", "-p", TASK]
+        run.output(line, PI_OFFLINE="1")
+        results[api.partition("-")[2].replace("comp", "chat comp")] = {"file": _file_was_written(run)}
+    return results
+
+
 AGENTS = (
     Program("llm", ("llm",), llm),
     Program("aider", ("aider-chat",), aider),
@@ -92,4 +128,7 @@ AGENTS = (
     Program("Claude Code", ("@anthropic-ai/claude-code",), claude_code, is_npm=True),
     Program("Qwen Code", ("@qwen-code/qwen-code",), qwen_code, is_npm=True),
     Program("opencode", ("opencode-ai",), opencode, is_npm=True),
+    Program("Continue", ("@continuedev/cli",), continue_cli, is_npm=True),
+    Program("Cline", ("cline",), cline, is_npm=True),
+    Program("pi", ("@mariozechner/pi-coding-agent",), pi, is_npm=True),
 )
