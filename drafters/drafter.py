@@ -7,18 +7,19 @@ A drafter knows tokens and nodes; it knows nothing of sockets, rounds or the out
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from outrider.engine.kv_cache import check_prompt
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.residual import Draws
-from outrider.engine.sampling import Sampler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.heads import DRAFTER_BACKENDS, WORKER_HEADS
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Halves
 from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
+
+if TYPE_CHECKING:
+    from outrider.engine.residual import Draws
+    from outrider.engine.sampling import Sampler
 
 BACKENDS = (*DRAFTER_BACKENDS, *WORKER_HEADS)
 
@@ -147,11 +148,16 @@ class Drafter:
         Raises:
             InvalidRequest: a token is not in the vocabulary.
         """
+        from outrider.engine.kv_cache import check_prompt  # deferred, as below: imports mlx-lm
+        from outrider.engine.residual import Draws
+
         check_prompt(tokens, self.vocab_size)
         return self.make_tree(self.sampler(sampling, constraint), Draws.of(sampling, cached))
 
     def sampler(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Sampler:
         """Returns the sampler of a text's drafts."""
+        from outrider.engine.sampling import Sampler
+
         return Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
 
     def make_tree(self, sampler: Sampler, draws: Draws | None) -> TokenTree:
