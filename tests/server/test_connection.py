@@ -174,6 +174,34 @@ def test_endless_chunked_body_is_refused(address: tuple[str, int]) -> None:
     assert status(answer) == 413
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "code"),
+    [
+        ("/nowhere", (), 404),
+        ("/health", (), 405),
+        (TEXT, (b"Content-Encoding: gzip",), 415),
+        (TEXT, (), 413),
+        (TEXT, (b"Transfer-Encoding: chunked",), 413),
+    ],
+)
+def test_a_refused_body_is_read_to_its_end(
+    address: tuple[str, int], path: str, fields: tuple[bytes, ...], code: int
+) -> None:
+    """Proxies report 502 instead of the refusal if the connection is closed while they send."""
+    chunk = b" " * 2**20
+    is_chunked = b"Transfer-Encoding: chunked" in fields
+    if is_chunked:
+        chunk = b"%x\r\n%s\r\n" % (len(chunk), chunk)
+    else:
+        fields += (b"Content-Length: %d" % (40 * 2**20),)
+    with socket.create_connection(address, timeout=200) as client:
+        client.sendall(head(path, *fields, b"Connection: close"))
+        for _ in range(40):
+            client.sendall(chunk)
+        client.sendall(b"0\r\n\r\n" if is_chunked else b"")
+        assert status(client.recv(65536)) == code
+
+
 @pytest.mark.parametrize("path", ["/openapi.json", "/page/style.css", "/nowhere"])
 def test_the_answer_to_head_has_no_body(address: tuple[str, int], path: str) -> None:
     first = f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
