@@ -160,8 +160,8 @@ class Front:
             if (sender, generate.request) in self._tickets:
                 raise InvalidRequest(f"request {generate.request} is already running; expected an unused name")
             self._clients.check_key(key)
-            self._check_capacity(key)
             path = queue_path(sender, generate.client, key)
+            self._check_capacity(path[0], key)
             ticket = self._admission.accept(generate, f"r{next(self._serials)}", sender, path)
         except OutriderError as error:
             refusal = Failed(generate.request, error_kind(error), str(error))
@@ -176,13 +176,15 @@ class Front:
             return
         self._waiting.put(ticket.path, ticket, first=generate.resume_tokens is not None)
 
-    def _check_capacity(self, key: str) -> None:
-        settings = self._pair.settings
+    def _check_capacity(self, client: bytes, key: str) -> None:
+        """Raises an error if a request of `client` must be refused. A full queue takes one request of each client, up
+        to twice `max_waiting` in all, so that one client can't shut out the others."""
+        settings, length = self._pair.settings, len(self._tickets) - self._admission.max_active
         if self._fatal:
             raise WorkerError(self._fatal)
         if self._draining:
             raise ServerStopped(DRAINING_MESSAGE)
-        if len(self._tickets) >= self._admission.max_active + settings.max_waiting:
+        if length >= settings.max_waiting * (1 if client in self._waiting else 2):
             raise ServerBusy(
                 f"{settings.max_waiting} requests are already waiting, the maximum (max_waiting); try again later"
             )
@@ -237,11 +239,12 @@ class Front:
         self._admission.kv_budget = event.kv_budget
         self._has_target = any(w.role == "target" and w.state in ("ready", "frozen") for w in event.workers)
         becomes_ready = not self._ready and is_serving(event.workers)
+        has_limit, target = becomes_ready and self._pair.settings.kv_memory is not None, self._pair.target.name
         if event.stage and not self._ready:
             self._announce(Stage(event.stage))
         if event.fatal and not self._fatal:
             self._give_up(WorkerError.__name__, event.fatal)
-        elif becomes_ready and (why := self._explain_shortage()):
+        elif has_limit and (why := event.kv_budget.explain_shortage(self._admission.context_length, target)):
             self._give_up(InvalidRequest.__name__, why)
         elif becomes_ready:
             notes = (*self._pair.notes, *event.notes)
@@ -252,12 +255,6 @@ class Front:
         self._fatal = why
         self._fail_all(kind, why)
         self._announce(Failure(kind, why))
-
-    def _explain_shortage(self) -> str:
-        """Returns why the cluster can't start with its `kv_memory`; empty: it can."""
-        if self._pair.settings.kv_memory is None:
-            return ""
-        return self._admission.kv_budget.explain_shortage(self._admission.context_length, self._pair.target.name)
 
     def _on_request_began(self, ticket: Ticket, event: RequestBegan) -> None:
         admit = ticket.admit
