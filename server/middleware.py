@@ -28,6 +28,7 @@ API_PREFIX = "/v1"
 """The prefix of most paths; they also work without it."""
 MAX_PATH_LENGTH = 200
 DISCARD_SECONDS = 2.0  # for the rest of a refused body: a proxy that still sends would report a lost connection
+_ORIGIN = re.compile(r"^https?://[^/]*", re.IGNORECASE)  # begins a target in absolute form, as some proxies send it
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class AccessLogMiddleware:
         scope.setdefault("state", {})["request_id"] = request_id
         current_request.set(request_id)
         span = scope["state"]["span"] = self._tracing.start_request(scope) if self._tracing is not None else None
-        inner = {**scope, "path": scope["path"].rstrip("/") or "/"}  # a redirection would name http behind a TLS proxy
+        inner = {**scope, "path": _ORIGIN.sub("", scope["path"]).rstrip("/") or "/"}  # a redirection might name http
         inner["method"] = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn drops the body
         began, status = time.monotonic(), CLIENT_CLOSED_REQUEST
 
