@@ -165,7 +165,9 @@ class ServeSettings:
     max_active: int | None = count(
         None, 1, 1024, MEMORY, help="maximum number of running requests (default: as many as fit in memory, up to 16)"
     )
-    max_waiting: int = count(256, 0, 1_000_000, MEMORY, help="maximum number of waiting requests; more are refused")
+    max_waiting: int = count(
+        256, 0, 1_000_000, MEMORY, help="maximum number of waiting requests; beyond it, clients without any may add one"
+    )
     kv_memory: int | None = setting(
         None, values.check_size, MEMORY, "SIZE",
         help="memory for keys and values in all workers, such as 2GB (default: half of what the weights leave free)",

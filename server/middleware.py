@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -9,6 +10,7 @@ import logging
 import re
 import secrets
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
@@ -22,18 +24,16 @@ from outrider.server.problems import CLIENT_CLOSED_REQUEST, Problem, to_problem
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import Tracing
 
-UNKNOWN_ROUTE = "other"
 API_PREFIX = "/v1"
 """The prefix of most paths; they also work without it."""
 MAX_PATH_LENGTH = 200
+DISCARD_SECONDS = 2.0  # for the rest of a refused body: a proxy that still sends would report a lost connection
+_ORIGIN = re.compile(r"^https?://[^/]*", re.IGNORECASE)  # begins a target in absolute form, as some proxies send it
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger(__name__)
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/"})
-METRICS_PATH = "/metrics"
-"""Also public on loopback; it contains no prompts or answers."""
-
-PAGE_PATH = "/page/"
+LOOPBACK_PATHS = PUBLIC_PATHS | {"/metrics"}  # which contains no prompts or answers
 
 
 class AccessLogMiddleware:
@@ -47,28 +47,41 @@ class AccessLogMiddleware:
         self._salt = secrets.token_bytes(16)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given, more_body = headers.get("x-request-id", ""), "expect" not in headers  # which is sent when it is read
         request_id = given if _REQUEST_ID.fullmatch(given) else fresh_id()
         scope.setdefault("state", {})["request_id"] = request_id
         current_request.set(request_id)
         span = scope["state"]["span"] = self._tracing.start_request(scope) if self._tracing is not None else None
-        inner = {**scope, "path": scope["path"].rstrip("/") or "/"}  # a redirection would name http behind a TLS proxy
+        inner = {**scope, "path": _ORIGIN.sub("", scope["path"]).rstrip("/") or "/"}  # a redirection might name http
         inner["method"] = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn drops the body
         began, status = time.monotonic(), CLIENT_CLOSED_REQUEST
+
+        async def read() -> Message:
+            nonlocal more_body
+            message = await receive()
+            more_body = message.get("more_body", False)
+            return message
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(DISCARD_SECONDS):
+                        while more_body and message["status"] >= 400:
+                            await read()
                 status, named = message["status"], request_id.encode()
                 message["headers"] = [*message["headers"], (b"x-request-id", named), (b"request-id", named)]
                 self._metrics.count_response(get_route(inner), status)
             await send(message)
 
         try:
-            await self._app(inner, receive, answer)
+            await self._app(inner, read, answer)
+        except Problem as refused:  # by `AuthMiddleware`
+            await refused.response(scope)(scope, read, answer)
         except Exception as error:
             if status == CLIENT_CLOSED_REQUEST:  # no response has started
-                await to_problem(error).response(scope)(scope, receive, answer)
+                await to_problem(error).response(scope)(scope, read, answer)
             raise
         finally:
             if span is not None:
@@ -89,7 +102,7 @@ def fresh_id() -> str:
 
 def get_route(scope: Scope) -> str:
     """Returns the route's path template, the metrics label. FastAPI may report it without the router's prefix."""
-    path = str(getattr(scope.get("route"), "path_format", UNKNOWN_ROUTE))
+    path = str(getattr(scope.get("route"), "path_format", "other"))
     is_below = path.startswith("/") and scope["path"].startswith(f"{API_PREFIX}/")
     return API_PREFIX + path if is_below and not path.startswith(f"{API_PREFIX}/") else path
 
@@ -102,23 +115,15 @@ def get_api_key(scope: Scope) -> str | None:
 
 
 class AuthMiddleware:
-    """Checks each request before routing."""
+    """Checks each request before routing. Raises Problem for one that is refused."""
 
     def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
         self._app = app
         self._keys = tuple(key.encode() for key in settings.api_keys)
-        self._public = PUBLIC_PATHS | {METRICS_PATH} if settings.is_loopback else PUBLIC_PATHS
+        self._public = LOOPBACK_PATHS if settings.is_loopback else PUBLIC_PATHS
         self._hosts = {"localhost", settings.host.lower()} if settings.is_loopback and not settings.api_keys else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._authorize(scope)
-        except Problem as refused:
-            await refused.response(scope)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _authorize(self, scope: Scope) -> None:
         headers, path = Headers(scope=scope), scope["path"]
         if self._hosts is not None and not _is_known_host(headers.get("host", ""), self._hosts):
             raise Problem(
@@ -127,21 +132,18 @@ class AuthMiddleware:
         given = (get_api_key(scope) or "").encode(errors="replace")
         # Every key is compared, so that the time does not depend on which one matches.
         known = [hmac.compare_digest(given, key) for key in self._keys]
-        is_public = path in self._public or f"{path}/".startswith(PAGE_PATH) or scope["method"] == "OPTIONS"
+        is_public = path in self._public or f"{path}/".startswith("/page/") or scope["method"] == "OPTIONS"
         if self._keys and not any(known) and not is_public:
             raise Problem(
                 "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
             )
+        await self._app(scope, receive, send)
 
 
 def _is_known_host(host: str, hosts: set[str]) -> bool:
     """Protects against DNS rebinding: only known names and IP addresses are accepted."""
     name = host.rpartition(":")[0] if host.count(":") == 1 or "]:" in host else host
     name = name.strip("[]").removesuffix(".").lower()
-    if name in hosts or not name:
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return name in hosts or not name or bool(ipaddress.ip_address(name))
+    return False

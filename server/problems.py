@@ -76,8 +76,6 @@ class Problem(OutriderError):
             return {"www-authenticate": "Bearer"}
         if self.methods is not None:
             return {"allow": self.methods}
-        if self.status in (408, 413):
-            return {"connection": "close"}  # the rest of the body is not read
         if self.status == 504:
             return {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients would generate the answer again
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}

@@ -44,11 +44,9 @@ def spawn_worker(
         **system.blas_environment(child_environment(), system.threads_of(role, settings), settings.cpu_kernels),
         **system.drafter_core_variable(role, settings),
     }
-    command = worker_command(role, name, endpoint, settings, STDIN)
-    command += ["--incarnation", str(incarnation)]
     inherited = [os.dup(STDERR)] if settings.log_format == "json" else []
-    for number in inherited:
-        command += ["--log-fd", str(number)]
+    command = worker_command(role, name, endpoint, settings, STDIN)
+    command += [f"--incarnation={incarnation}", *(f"--log-fd={number}" for number in inherited)]
     try:
         process = SpawnedProcess(f"{role} worker", command, env, run_dir / f"{name}.log", "wb", inherited)
     finally:

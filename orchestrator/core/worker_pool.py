@@ -262,15 +262,15 @@ class WorkerPool:
         self._supervisor.close()
         self.router.close()
 
-    def _send(self, identity: bytes, *together: messages.Message) -> None:
-        """Sends messages; they are dropped if the worker is gone or does not read."""
+    def _send(self, identity: bytes, *together: messages.Message) -> bool:
+        """Sends messages; they are dropped if the worker does not read or is gone. Returns False if it is gone."""
         try:
             self.socket.send_multipart([identity, *encode_all(together)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno == zmq.EAGAIN:
-                self.router.warn(
-                    "a worker has %d unread messages, the maximum; later ones are lost", MAX_QUEUED_MESSAGES
-                )
+            if error.errno != zmq.EAGAIN:
+                return False
+            self.router.warn("a worker has %d unread messages, the maximum; later ones are lost", MAX_QUEUED_MESSAGES)
+        return True
 
     def _on_hello(self, identity: bytes, hello: messages.Hello, key: str) -> None:
         """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO is answered again, because
@@ -279,6 +279,10 @@ class WorkerPool:
         if worker is not None and worker.state not in ("starting", "restarting") and hello != worker.hello:
             self.rejected += 1
             return
+        holder = self._registry.named(hello.name) if worker is None else None
+        if holder and holder.entered and not holder.spawned and holder.key == key and not self._welcome(holder):
+            holder.fault = "its connection is closed, and another process has its name"
+            return  # `losses` gives it up, and the next HELLO gets the name
         why = self._registry.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
@@ -293,10 +297,16 @@ class WorkerPool:
         worker.hello, worker.state, worker.fault, worker.heartbeat = hello, "ready", "", Heartbeat()
         worker.entered_ns, worker.kv_limit = clock.now(), 0
         self._arrived.append(worker)
-        self._send(identity, messages.Welcome(worker.name, round(1000 * self.ping_interval_s)))
+        self._welcome(worker)
         self._share_memory()
         self.status_changed = True
         self._dismiss_misfits()
+
+    def _welcome(self, worker: Worker) -> bool:
+        """Answers HELLO; a worker that has been answered drops this. Returns False if its connection is closed."""
+        return self._send(
+            routing_id(worker.incarnation), messages.Welcome(worker.name, round(1000 * self.ping_interval_s))
+        )
 
     def _dismiss_misfits(self) -> None:
         """Dismisses workers that joined before the target was known and can't work for it."""

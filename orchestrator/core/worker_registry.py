@@ -351,9 +351,7 @@ class WorkerRegistry:
 
     def drop_routing_ids(self, worker: Worker) -> None:
         """Makes the worker's process an unknown peer; its name stays registered."""
-        main_id = routing_id(worker.incarnation)
-        self._at.pop(main_id, None)
-        self._at.pop(heartbeat_id(main_id), None)
+        self._at = {identity: one for identity, one in self._at.items() if one is not worker}
 
     def ban_worker(self, worker: Worker, why: str) -> None:
         """Does the same as `drop_routing_ids`, and bars the process from joining again."""

@@ -266,6 +266,9 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._items) + sum(map(len, list(self._lines.values())))  # may be called on any thread
 
+    def __contains__(self, client: bytes) -> bool:
+        return client in self._lines
+
     def put(self, path: QueuePath, item: T, first: bool = False) -> None:
         """Appends an item to its line; `first`: before all others, because it continues a text."""
         if not path:
@@ -279,12 +282,10 @@ class FairQueue(Generic[T]):
         """Returns the next item without removing it; None if the queue is empty."""
         return self._items[0] if self._items else next((line.peek() for line in self._lines.values()), None)
 
-    def take(self) -> T | None:
-        """Removes and returns the next item, and moves its client to the back; None if the queue is empty."""
+    def take(self) -> T:
+        """Removes and returns the next item, of which there must be one, and moves its client to the back."""
         if self._items:
             return self._items.popleft()
-        if not self._lines:
-            return None
         name, line = self._lines.popitem(last=False)
         item = line.take()
         if len(line):
@@ -293,12 +294,10 @@ class FairQueue(Generic[T]):
 
     def drop(self, path: QueuePath, item: T) -> bool:
         """Removes `item` from its line; returns False if it is not there."""
-        if not path:
-            present = item in self._items
-            if present:
-                self._items.remove(item)
-            return present
-        line = self._lines.get(path[0])
+        if not path and item in self._items:
+            self._items.remove(item)
+            return True
+        line = self._lines.get(path[0]) if path else None
         if line is None or not line.drop(path[1:], item):
             return False
         if not len(line):

@@ -131,8 +131,8 @@ class Front:
             if (sender, generate.request) in self._tickets:
                 raise InvalidRequest(f"request {generate.request} is already running; expected an unused name")
             self._clients.check_key(key)
-            self._check_capacity(key)
             path = queue_path(sender, generate.client, key)
+            self._check_capacity(path[0], key)
             ticket = self._admission.accept(generate, f"r{next(self._serials)}", sender, path)
         except OutriderError as error:
             refusal = messages.Failed(generate.request, error_kind(error), str(error))
@@ -147,13 +147,15 @@ class Front:
             return
         self._waiting.put(ticket.path, ticket, first=generate.resume_tokens is not None)
 
-    def _check_capacity(self, key: str) -> None:
-        settings = self._pair.settings
+    def _check_capacity(self, client: bytes, key: str) -> None:
+        """Raises an error if a request of `client` must be refused. A full queue takes one request of each client, up
+        to twice `max_waiting` in all, so that one client can't shut out the others."""
+        settings, length = self._pair.settings, len(self._tickets) - self._admission.max_active
         if self._fatal:
             raise WorkerError(self._fatal)
         if self._draining:
             raise ServerStopped(DRAINING_MESSAGE)
-        if len(self._tickets) >= self._admission.max_active + settings.max_waiting:
+        if length >= settings.max_waiting * (1 if client in self._waiting else 2):
             raise ServerBusy(
                 f"{settings.max_waiting} requests are already waiting, the maximum (max_waiting); try again later"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import numpy as np
@@ -368,6 +368,22 @@ def test_full_queue_refuses_requests_until_it_is_shorter(make_server):
         client.send(StatsQuery("s"))
         received = client.receive_until(Stats)
         assert not any(isinstance(message, Failed) for message in received) and received[-1].queued == 3
+
+
+def test_a_full_queue_takes_one_request_of_each_other_client(make_server):
+    """Up to twice `max_waiting`, so that clients can't fill the memory by connecting anew."""
+    server = make_server(max_active=1, max_waiting=2).start()
+    with ExitStack() as stack:
+        greedy, *others = (stack.enter_context(RawClient(server.endpoint, new_client_id() + b"1")) for _ in range(4))
+        for serial in range(4):
+            greedy.send(ask(f"g{serial}"))
+        assert greedy.receive_until(Failed)[-1].request == "g3"
+        for number, client in enumerate(others):
+            client.send(ask("first"))
+            client.send(ask("second"))
+            assert client.receive_until(Failed)[-1].request == ("second" if number < 2 else "first")
+        greedy.send(StatsQuery("s"))
+        assert greedy.receive_until(Stats)[-1].queued == 4
 
 
 def test_server_near_its_connection_limit_refuses_only_new_requests(server, codec):

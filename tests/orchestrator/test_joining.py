@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,42 @@ def test_duplicate_drafter_name_error_names_both_models(joining_pool: JoiningPoo
     joining_pool.hello(joining_pool.peer(7, MINI), 7, name="mini", model="/one")
     text = reason(joining_pool.hello(joining_pool.peer(8, STUDIO), 8, name="mini", model="/two"))
     assert "the name mini is taken" in text and "/one" in text and "/two" in text and "omit it" in text
+
+
+def close_and_wait(joining_pool: JoiningPool, socket: zmq.Socket[Any]) -> None:
+    """Closes a peer's connection, and waits until the pool's socket knows."""
+    identity = socket.identity
+    socket.close(linger=0)
+    with pytest.raises(zmq.ZMQError, match="Host unreachable"):
+        for _ in range(WAIT_MS):
+            joining_pool.pool.socket.send_multipart([identity, *encode(Shutdown("test"))], zmq.NOBLOCK)
+            time.sleep(0.001)
+
+
+def test_a_killed_drafter_that_starts_again_gets_its_name_at_once(joining_pool: JoiningPool) -> None:
+    """Before its missing answers to pings have shown that it was killed."""
+    killed, again = joining_pool.peer(7, MINI), joining_pool.peer(8, MINI)
+    joining_pool.hello(killed, 7, name="mini")
+    assert joining_pool.pool.arrivals() and not joining_pool.tick(100)
+    close_and_wait(joining_pool, killed)
+    again.send_multipart(encode(replace(HELLO, incarnation=8, name="mini")))
+    losses: list[str] = []
+    for _ in range(1000):
+        joining_pool.listen()
+        if losses := joining_pool.tick(100):  # no further ping
+            break
+        time.sleep(0.01)
+    assert losses == ["draft worker mini has left: 'its connection is closed, and another process has its name'"]
+    assert isinstance(joining_pool.hello(again, 8, name="mini"), Welcome) and joining_pool.pool.drafters() == {"mini"}
+    assert "the name mini is taken" in reason(joining_pool.hello(joining_pool.peer(9, MINI), 9, name="mini"))
+
+
+def test_another_key_does_not_get_the_name_of_a_drafter_whose_connection_is_closed(joining_pool: JoiningPool) -> None:
+    cut = joining_pool.peer(7, MINI)
+    joining_pool.hello(cut, 7, name="mini")
+    close_and_wait(joining_pool, cut)
+    assert "the name mini is taken" in reason(joining_pool.hello(joining_pool.peer(8, STUDIO), 8, name="mini"))
+    assert not joining_pool.tick(100)
 
 
 def test_drafter_with_another_vocabulary_is_refused(joining_pool: JoiningPool) -> None:

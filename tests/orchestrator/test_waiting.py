@@ -6,7 +6,7 @@ from outrider.orchestrator.front.admission import FairQueue
 
 
 def drain(queue):
-    return list(iter(queue.take, None))
+    return [queue.take() for _ in range(len(queue))]
 
 
 def test_clients_take_turns_and_each_keeps_its_own_order():

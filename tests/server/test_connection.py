@@ -89,9 +89,12 @@ def head(path: str, *fields: bytes) -> bytes:
         ([b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000], b"431"),
         ([b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n"], b"400"),
         ([b"GET /health HTTP/1.0\r\n\r\n"], b"200"),
+        ([b"GET http://localhost:80/health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"], b"200"),
+        ([b"GET http://localhost HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"], b"200"),
+        ([b"GET http://localhost/health HTTP/1.1\r\nHost: elsewhere\r\nConnection: close\r\n\r\n"], b"403"),
         ([b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"], b"200"),
         ([b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-          b"Content-Length: 99999999999\r\n\r\n"], b"413"),
+          b"Content-Length: 99999999999\r\nConnection: close\r\n\r\n"], b"413"),
     ],
 )  # fmt: skip
 def test_raw_request_has_its_status(address: tuple[str, int], parts: list[bytes], status: bytes) -> None:
@@ -170,8 +173,36 @@ def test_chunked_request_body_is_read(address: tuple[str, int]) -> None:
 
 def test_endless_chunked_body_is_refused(address: tuple[str, int]) -> None:
     chunk = b"%x\r\n%s\r\n" % (2**20, b" " * 2**20)
-    answer = response_to(address, head(TEXT, b"Transfer-Encoding: chunked"), *[chunk] * 40)
+    answer = response_to(address, head(TEXT, b"Transfer-Encoding: chunked", b"Connection: close"), *[chunk] * 40)
     assert status(answer) == 413
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "code"),
+    [
+        ("/nowhere", (), 404),
+        ("/health", (), 405),
+        (TEXT, (b"Content-Encoding: gzip",), 415),
+        (TEXT, (), 413),
+        (TEXT, (b"Transfer-Encoding: chunked",), 413),
+    ],
+)
+def test_a_refused_body_is_read_to_its_end(
+    address: tuple[str, int], path: str, fields: tuple[bytes, ...], code: int
+) -> None:
+    """Proxies report 502 instead of the refusal if the connection is closed while they send."""
+    chunk = b" " * 2**20
+    is_chunked = b"Transfer-Encoding: chunked" in fields
+    if is_chunked:
+        chunk = b"%x\r\n%s\r\n" % (len(chunk), chunk)
+    else:
+        fields += (b"Content-Length: %d" % (40 * 2**20),)
+    with socket.create_connection(address, timeout=200) as client:
+        client.sendall(head(path, *fields, b"Connection: close"))
+        for _ in range(40):
+            client.sendall(chunk)
+        client.sendall(b"0\r\n\r\n" if is_chunked else b"")
+        assert status(client.recv(65536)) == code
 
 
 @pytest.mark.parametrize("path", ["/openapi.json", "/page/style.css", "/nowhere"])
