@@ -69,17 +69,13 @@ class Engine:
 
     def remove_all(self) -> list[Job]:
         """Removes and returns all requests, running ones first."""
-        jobs = list(self._running.values())
-        while (job := self._waiting.take()) is not None:
-            jobs.append(job)
+        jobs = [*self._running.values(), *(self._waiting.take() for _ in range(len(self._waiting)))]
         self._running.clear()
         return jobs
 
     def _admit(self) -> None:
-        while not self.is_stopped and len(self._running) < self._slots:
+        while not self.is_stopped and len(self._waiting) and len(self._running) < self._slots:
             job = self._waiting.take()
-            if job is None:
-                return
             self._running[job.name] = job
             job.start(self._loop.now)
             self.source.begin(job)
