@@ -1,7 +1,9 @@
 """Times a verify and the drafter's work ahead, each alone and both together.
 
-python -m tools.overlap_timing --model MODEL --draft-model DRAFT
-python -m tools.overlap_timing --model MODEL --draft-model DRAFT --draft-backend coreml --rounds 100
+    python -m tools.overlap_timing --model MODEL --draft-model DRAFT
+    python -m tools.overlap_timing --model MODEL --draft-model DRAFT --draft-backend coreml --rounds 100
+
+`launch/overlap_timing.py` does the same with the default model.
 """
 
 from __future__ import annotations

@@ -316,3 +316,11 @@ def test_openblas_is_installed_once_by_root_and_only_reported_to_others(checkout
     tried = (tmp_path / "apt").read_text()
     run(checkout, "run_local.sh", path=f"{tools}:/usr/bin:/bin")
     assert "libopenblas0-pthread" in tried and (tmp_path / "apt").read_text() == tried
+
+
+def test_overlap_timing_runs_from_any_folder(tmp_path):
+    command = [sys.executable, str(ROOT / "launch/overlap_timing.py"), "--model", "tiny", "--rounds", "2"]
+    timed = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert timed.returncode == 0, timed.stderr
+    lines = timed.stdout.splitlines()
+    assert [line.split("  ")[1] for line in lines[1:4]] == ["verify alone", "work ahead alone", "both together"]
