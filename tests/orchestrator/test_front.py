@@ -383,7 +383,8 @@ def test_a_full_queue_takes_one_request_of_each_other_client(make_server):
             client.send(ask("second"))
             assert client.receive_until(Failed)[-1].request == ("second" if number < 2 else "first")
         greedy.send(StatsQuery("s"))
-        assert greedy.receive_until(Stats)[-1].queued == 4
+        stats = greedy.receive_until(Stats)[-1]
+        assert stats.active + stats.queued == 5  # the first may run already
 
 
 def test_server_near_its_connection_limit_refuses_only_new_requests(server, codec):
