@@ -84,7 +84,7 @@ def test_traced_request_has_nested_spans_for_its_choice_and_phases(app: App, str
 
 def test_spans_have_genai_attributes_and_speculation_counts(app: App) -> None:
     asked = {**ASKED, "prompt": 4 * "for i in range(10):\n    print(i)\n"}  # n-grams draft it if the drafter is slow
-    for seed in range(20):
+    for seed in range(200):  # while other tests keep the drafter from its core, its chains come too late
         answer, spans = app.post("/v1/completions", {**asked, "seed": seed}, TRACED)
         body, times = answer.json(), answer.json()["timings"]
         if times["draft_n_accepted"]:
