@@ -48,7 +48,7 @@ class AccessLogMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        given, more_body = headers.get("x-request-id", ""), "expect" not in headers  # which is sent when it is read
+        given, more_body = headers.get("x-request-id", ""), "expect" not in headers  # Expect: it is sent only when read
         request_id = given if _REQUEST_ID.fullmatch(given) else fresh_id()
         scope.setdefault("state", {})["request_id"] = request_id
         current_request.set(request_id)
