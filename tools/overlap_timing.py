@@ -13,6 +13,7 @@ import statistics
 from dataclasses import dataclass
 from functools import partial
 
+from outrider.bench.commands.overlap import DEFAULT_PROMPT, UNUSED
 from outrider.orchestrator.cli import flags, run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
@@ -24,10 +25,6 @@ from outrider.protocol.sampling import SamplingParams
 from tools.workbench import WARM_UP_ROUNDS, workbench
 
 GREEDY = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
-PROMPT = "def read_lines(path):\n"
-UNUSED = (
-    *flags.MULTI_REQUEST_SETTINGS, "drafters", "colocate", "head", "head_in", "memory", "prompt_cache", "trace",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,7 @@ def measure(pair: ChosenPair, rounds: int, screen: Screen) -> Overlap:
         WorkerError: a worker was lost or did not answer.
     """
     depth, branches = pair.settings.depth, pair.settings.breadth
-    tokens, length = load_codec(pair.target).encode(PROMPT), (WARM_UP_ROUNDS + rounds) * (depth + 1) + 1
+    tokens, length = load_codec(pair.target).encode(DEFAULT_PROMPT), (WARM_UP_ROUNDS + rounds) * (depth + 1) + 1
     most = min(model.context_length or 1 << 31 for model in (pair.target, pair.draft) if model is not None)
     if (needed := len(tokens) + length) > most:
         raise InvalidRequest(f"{rounds} rounds need {needed} tokens, and the context is {most}; expected fewer rounds")
