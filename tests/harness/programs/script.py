@@ -22,6 +22,16 @@ _SIGNS = {
 }
 """The conditions by which the model's template recognises agents, in this order: several have a tool `write`."""
 
+_WRITE_TOOLS = {
+    "Continue": ("Write", "filepath", "content"),
+    "Cline": ("editor", "path", "new_text"),
+    "pi": ("write", "path", "content"),
+    "Claude Code": ("Write", "file_path", "content"),
+    "Qwen Code": ("write_file", "file_path", "content"),
+    "opencode": ("write", "filePath", "content"),
+}
+"""Each agent's tool that writes a file, and the fields of its path and content; Codex writes by a shell's command."""
+
 
 def write_model(path: Path, homes: dict[str, Path]) -> Path:
     """Writes a model that can call each agent's tool. `homes`: the folder to write to, by the agent's name."""
@@ -37,20 +47,10 @@ def _call(agent: str, path: Path) -> Script:
 
 def _tool(agent: str, path: str) -> tuple[str, dict[str, Any]]:
     """Returns the name and arguments of an agent's tool that writes the file."""
-    match agent:
-        case "Continue":
-            return "Write", {"filepath": path, "content": CONTENT}
-        case "Cline":
-            return "editor", {"path": path, "new_text": CONTENT}
-        case "pi":
-            return "write", {"path": path, "content": CONTENT}
-        case "Claude Code":
-            return "Write", {"file_path": path, "content": CONTENT}
-        case "Qwen Code":
-            return "write_file", {"file_path": path, "content": CONTENT}
-        case "opencode":
-            return "write", {"filePath": path, "content": CONTENT}
-    return "exec_command", {"cmd": f"echo '{CONTENT.strip()}' > {path}"}
+    if agent == "Codex":
+        return "exec_command", {"cmd": f"echo '{CONTENT.strip()}' > {path}"}
+    name, path_field, content_field = _WRITE_TOOLS[agent]
+    return name, {path_field: path, content_field: CONTENT}
 
 
 def _template() -> str:
