@@ -48,7 +48,6 @@ def save(drawn: Figure, path: Path, dpi: int = 110) -> None:
     """
     try:
         drawn.savefig(path, dpi=dpi)
-    except OSError as error:
-        raise InvalidRequest(f"the picture can't be written to {path}: {error.strerror}") from error
-    except ValueError as error:  # a suffix that Matplotlib does not know
-        raise InvalidRequest(f"the picture can't be written to {path}: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: Matplotlib does not know the suffix
+        why = getattr(error, "strerror", error)
+        raise InvalidRequest(f"the picture can't be written to {path}: {why}") from error

@@ -70,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help=length)
     peers = "engines to compare with: llama.cpp,mlx-lm, one of the two, or none (default: all that are installed)"
     group.add_argument("--peers", metavar="NAME,NAME", help=peers)
-    results = "folder for the results, as JSON and as a picture (default: out)"
+    results = "folder for the results, as JSON (default: out)"
     group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help=results)
     concurrent = parser.add_argument_group("bench of concurrent requests")
     many = "numbers of concurrent requests to measure, like 1,2,4,8,16 (default: compare single requests)"
@@ -126,9 +126,9 @@ def run(options: argparse.Namespace) -> int:
     used = _measure_footprint(pair, prompts, peers, given, screen)
     for line in (*(footprint_lines(used) if used else ()), *peers.left_out, *families.notes):
         print(line)
-    title = f"outrider bench: {options.max_tokens} tokens, B = {settings.breadth}"
     results = {"sections": sections, "ratios": ratios, "footprint": used, "runs": raw}
-    files.write_results(out, "bench", title, settings, results, lambda: report.draw(sections, title))
+    files.write_results(out / "bench.json", settings, results)
+    print(f"{options.max_tokens} tokens, B = {settings.breadth}; written: {out / 'bench.json'}")
     return 0
 
 
@@ -209,9 +209,8 @@ def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Se
             raw[f"{width} at once T={sampling.temp:g}"] = found
             screen.clear()
             print(report.format_concurrent_section(sections[-1]) + "\n", flush=True)
-    title = f"outrider bench: concurrent requests, {options.max_tokens} tokens each"
-    results = {"sections": sections, "rounds": raw}
-    files.write_results(out, "concurrency", title, settings, results, lambda: report.draw_concurrent(sections, title))
     for note in (*peers.left_out, *cluster.notes):
         print(note)
+    files.write_results(out / "concurrency.json", settings, {"sections": sections, "rounds": raw})
+    print(f"{options.max_tokens} tokens each; written: {out / 'concurrency.json'}")
     return 0

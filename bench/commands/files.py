@@ -1,4 +1,4 @@
-"""Inputs and outputs of a bench: prompts, comma-separated flags, and a JSON record with a picture.
+"""Inputs and outputs of a bench: prompts, comma-separated flags, and a JSON record.
 
 A class of prompts is a text file, with prompts separated by lines with one `%`. Those in `prompts/` are questions to a
 chat model and pass its chat template; those in `prompts/tiny/` are texts for other models to continue. All were written
@@ -15,11 +15,10 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from outrider.bench import picture
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.pairing.tokenizer import load_codec
@@ -27,9 +26,6 @@ from outrider.orchestrator.settings import MODES, ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.process import cpu_fields, cpu_flags
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SUITE_FOLDER = Path(__file__).parents[1] / "prompts"
 SUITE_CLASSES = ("chat", "code", "math", "summary", "extraction", "editing")
@@ -42,24 +38,17 @@ Tokens = tuple[int, ...]
 N = TypeVar("N", int, float)
 
 
-def write_results(
-    out: Path, name: str, title: str, settings: ServeSettings, results: Mapping[str, Any], draw: Callable[[], Figure]
-) -> None:
-    """Writes `name`.json with a description of the machine, and `name`.png if Matplotlib is installed; prints their
-    paths.
+def write_results(path: Path, settings: ServeSettings, results: Mapping[str, Any]) -> None:
+    """Writes the results as JSON, with a description of the machine.
 
     Raises:
-        InvalidRequest: they can't be written.
+        InvalidRequest: the file can't be written.
     """
-    paths = [out / f"{name}.json"]
+    found = {"machine": describe_machine(settings), **results}
     try:
-        machine = describe_machine(settings)
-        paths[0].write_bytes(msgspec.json.format(msgspec.json.encode({"machine": machine, **results}), indent=1))
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     except OSError as error:
-        raise InvalidRequest(f"the results can't be written to {out}: {error.strerror}") from error
-    if picture.write(out / f"{name}.png", draw):
-        paths.append(out / f"{name}.png")
-    print(f"{title}\nwritten: {', '.join(map(str, paths))}")
+        raise InvalidRequest(f"the results can't be written to {path}: {error.strerror}") from error
 
 
 def describe_machine(settings: ServeSettings) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tables and pictures of a comparison, for single and for concurrent requests.
+"""Tables of a comparison, for single and for concurrent requests.
 
 Each ratio is over the prompts of one interleaved run. Intervals of concurrent runs are over rounds.
 """
@@ -6,14 +6,11 @@ Each ratio is over the prompts of one interleaved run. Intervals of concurrent r
 from __future__ import annotations
 
 import statistics
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outrider.bench import picture
 from outrider.bench.comparison.peers import LLAMA_CPP, MLX_LM
 from outrider.bench.comparison.runs import (
     ONE_PROCESS,
@@ -30,33 +27,10 @@ from outrider.bench.comparison.runs import (
 )
 from outrider.orchestrator.client.dialogue import pluralize
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 GIGA = 1e9
 ALL_CLASSES, BASELINE = "all", "ar"
-OUR_COLOUR = "#2a9d4e"
-OTHER_COLOUR = "#5c9fd4"
-PANEL_COLUMNS = 2
-TITLE_WIDTH = 64
-
 Rounds = Sequence[Sequence[Reply]]
 FIXED_MODES = ("ar", "sd", "ssd")
-RUNNER_COLOURS = {
-    "ar": "#5c9fd4",
-    "sd": "#e09f3e",
-    "ssd": "#2a9d4e",
-    "auto": "#12552b",
-    "mlx-lm": "#d1495b",
-    "mlx-lm, draft": "#8d6a9f",
-    "llama.cpp": "#8d6cc9",
-}
-PANELS: dict[str, Callable[[ConcurrentRow], Interval | Percentiles]] = {
-    "total tokens per second": lambda row: row.rate,
-    "first token, ms (p50; dotted p99)": lambda row: row.first_ms,
-    "per token, ms (p50; dotted p99)": lambda row: row.token_ms,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,41 +184,6 @@ def _is_in_family(name: str, family: str) -> bool:
     return name == family or name.startswith((f"{family} ", f"{family},"))
 
 
-def draw(sections: Sequence[Section], title: str) -> Figure:
-    """Draws horizontal bars of ratios to the baseline with their intervals, one panel per table."""
-    columns = min(PANEL_COLUMNS, len(sections))
-    lines = -(-len(sections) // columns)
-    longest = max(len(found.rows) for found in sections)
-    figure = picture.create_figure(6.4 * columns, lines * (1.4 + 0.34 * longest) + 0.4)
-    panels = list(figure.subplots(lines, columns, squeeze=False, sharex=True).flat)
-    for axes, found in zip(panels, sections, strict=False):
-        _draw_panel(axes, found)
-    for axes in panels[len(sections) :]:
-        axes.set_visible(False)
-    figure.suptitle(title, fontsize=10)
-    return figure
-
-
-def _draw_panel(axes: Axes, found: Section) -> None:
-    values = [row.against.value for row in found.rows]
-    errors = [
-        [row.against.value - row.against.low for row in found.rows],
-        [row.against.high - row.against.value for row in found.rows],
-    ]
-    colours = [OUR_COLOUR if row.name.startswith("ssd") or "auto" in row.name else OTHER_COLOUR for row in found.rows]
-    axes.barh(range(len(values)), values, xerr=errors, color=colours, capsize=3, height=0.72)
-    for at, row in enumerate(found.rows):
-        axes.text(0.02, at, f"{row.against.value:.2f}", va="center", color="white", fontsize=8)
-    axes.set_yticks(range(len(values)), [row.name for row in found.rows], fontsize=8)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="#555555", linewidth=0.8)
-    conditions = textwrap.fill(found.conditions, TITLE_WIDTH)
-    axes.set_title(f"{found.kind}, T = {found.temp:g}\n{conditions}", fontsize=9, loc="left")
-    axes.set_xlabel(f"relative to {BASELINE}", fontsize=8)
-    axes.tick_params(labelbottom=True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 @dataclass(frozen=True, slots=True)
 class Percentiles:
     """Median and 99th percentile in milliseconds."""
@@ -335,48 +274,3 @@ def format_concurrent_section(found: ConcurrentSection) -> str:
     if found.auto_over_best is not None:
         lines += ["", f"- auto over {found.best}, the best fixed mode: {found.auto_over_best}"]
     return "\n".join(lines)
-
-
-def draw_concurrent(sections: Sequence[ConcurrentSection], title: str) -> Figure:
-    """Draws rates and latencies over concurrency, with a line of panels per temperature."""
-    temps = list(dict.fromkeys(found.temp for found in sections))
-    figure = picture.create_figure(5.2 * len(PANELS), 3.9 * len(temps) + 0.5)
-    grid = figure.subplots(len(temps), len(PANELS), squeeze=False)
-    for temp, panels in zip(temps, grid, strict=True):
-        chosen = [found for found in sections if found.temp == temp]
-        widths = [found.width for found in chosen]
-        for axes, (name, of) in zip(panels, PANELS.items(), strict=True):
-            axes.set_xscale("log", base=2)
-            for row in chosen[0].rows:
-                draw_curve(axes, row.name, widths, [of(found.row(row.name)) for found in chosen])
-            finish_panel(axes, f"{name}, T = {temp:g}", "concurrent requests")
-            axes.set_xticks(widths, [str(width) for width in widths])
-    grid[0][0].legend(frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=11)
-    return figure
-
-
-def draw_curve(axes: Axes, name: str, xs: Sequence[float], numbers: Sequence[Interval | Percentiles]) -> None:
-    """Draws a runner's numbers with their intervals; of percentiles the median, and dotted the 99th."""
-    from matplotlib.ticker import LogLocator
-
-    values = [number.p50 if isinstance(number, Percentiles) else number for number in numbers]
-    errors = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
-    colour, heights = RUNNER_COLOURS.get(name), [v.value for v in values]
-    axes.errorbar(xs, heights, yerr=errors, label=name, color=colour, marker="o", markersize=4, capsize=3)
-    if tails := [number.p99.value for number in numbers if isinstance(number, Percentiles)]:
-        axes.plot(xs, tails, color=colour, linestyle=":")
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-
-
-def finish_panel(axes: Axes, title: str, xlabel: str) -> None:
-    """Adds what all panels of curves have."""
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xlabel(xlabel)
-    axes.minorticks_off()
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_yscale() == "linear":
-        axes.set_ylim(bottom=0)

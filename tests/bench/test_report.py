@@ -1,15 +1,9 @@
-"""Tables name what ran where, and the picture has room for all runners."""
+"""Tables name what ran where."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from outrider.bench import picture
 from outrider.bench.comparison import report
 from outrider.bench.comparison.runs import Run, Timed
-from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Timings
 
 NAMES = ("ar", "sd model K=3", "ssd K=3", "auto", "mlx-lm")
@@ -39,21 +33,3 @@ def test_each_class_has_a_table_of_its_prompts_without_notes() -> None:
         assert (section.kind, section.prompts, section.notes) == (kind, count, ())
         assert [row.name for row in section.rows] == ["mlx-lm", "auto", "ssd K=3", "sd model K=3", "ar"]
         assert len({line.count("|") for line in report.format_section(section).splitlines() if "|" in line}) == 1
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_picture_is_drawn_for_any_number_of_tables(tmp_path: Path, count: int) -> None:
-    figure = report.draw(make_sections()[:1] * count, "test")
-    assert sum(axes.get_visible() for axes in figure.axes) == count
-    picture.save(figure, tmp_path / "bench.png")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_unwritable_picture_path_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="can't be written"):
-        picture.save(report.draw(make_sections(), "test"), tmp_path / "missing" / "bench.png")
-
-
-def test_picture_format_that_matplotlib_lacks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"can't be written to .*bench\.doc: .*not supported"):
-        picture.save(report.draw(make_sections(), "test"), tmp_path / "bench.doc")

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -218,19 +218,18 @@ def test_without_matplotlib_overlap_prints_its_table_and_a_note(
     )
 
 
-@pytest.mark.usefixtures("without_matplotlib")
-def test_without_matplotlib_bench_starts_and_writes_its_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def drawing() -> NoReturn:
-        pytest.fail("something was drawn")
+@pytest.mark.parametrize(("name", "why"), [("missing/x.png", "No such file"), ("x.doc", "not supported")])
+def test_unwritable_picture_is_refused(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"can't be written to .*{name}: .*{why}"):
+        picture.save(draw_rounds([record(1)], "test", 1), tmp_path / name)
 
-    files.write_results(tmp_path, "bench", "title", ServeSettings(), {"sections": []}, drawing)
-    captured = capsys.readouterr()
-    assert captured.out == f"title\nwritten: {tmp_path / 'bench.json'}\n" and "no picture was drawn" in captured.err
-    monkeypatch.setattr("outrider.bench.comparison.runners.LocalCluster", lambda **_: pytest.fail("started"))
-    with pytest.raises(pytest.fail.Exception, match="started"):
-        main(["bench", "--prompts", "1", "--peers", "none", "--out", str(tmp_path)])
+
+def test_results_are_written_with_a_description_of_the_machine(tmp_path: Path) -> None:
+    files.write_results(tmp_path / "bench.json", ServeSettings(), {"runs": []})
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert found["runs"] == [] and found["machine"]["versions"]["numpy"]
+    with pytest.raises(InvalidRequest, match="can't be written to"):
+        files.write_results(tmp_path / "missing" / "bench.json", ServeSettings(), {})
 
 
 def test_overlap_is_described_by_rounds_of_ssd_and_of_sd() -> None:

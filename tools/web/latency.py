@@ -9,12 +9,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from outrider.bench import picture
-from outrider.bench.comparison.report import Percentiles, draw_curve, estimate_percentiles, finish_panel
 from outrider.bench.comparison.runs import Interval, Timed, bootstrap, total_rate
 from tools.web.load_generator import TimedAnswer
 from tools.web.streams import StreamTimes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {"ar": "#5c9fd4", "sd": "#e09f3e", "ssd": "#2a9d4e", "auto": "#12552b", "mlx-lm": "#d1495b"}
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Median and 99th percentile in milliseconds."""
+
+    p50: Interval
+    p99: Interval
+
+    def __format__(self, form: str) -> str:
+        form = form or ".0f"
+        return f"{self.p50.value:{form}} / {self.p99.value:{form}}"
+
+
+def estimate_percentiles(blocks: Sequence[Sequence[float]]) -> Percentiles:
+    """Estimates both percentiles of the milliseconds of all blocks."""
+    arrays = list(map(np.array, blocks))
+
+    def at(share: int) -> Interval:
+        return bootstrap(arrays, lambda chosen: float(np.percentile(np.concatenate(chosen), share)))
+
+    return Percentiles(at(50), at(99))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +114,30 @@ def draw(rows: Sequence[LatencyRow], path: Path, title: str) -> None:
     for axes, (panel, of) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
         for name in dict.fromkeys(one.name for one in rows):
             chosen = [one for one in rows if one.name == name]
-            draw_curve(axes, name, [one.share for one in chosen], list(map(of, chosen)))
-        finish_panel(axes, panel, "load as a share of the capacity")
+            _draw_curve(axes, name, [one.share for one in chosen], list(map(of, chosen)))
+        axes.set_title(panel, fontsize=10, loc="left")
+        axes.set_xlabel("load as a share of the capacity")
         axes.set_xticks(sorted({one.share for one in rows}))
+        axes.minorticks_off()
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_yscale() == "linear":
+            axes.set_ylim(bottom=0)
     figure.axes[0].legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
     picture.save(figure, path, 110)
+
+
+def _draw_curve(axes: Axes, name: str, xs: Sequence[float], numbers: Sequence[Interval | Percentiles]) -> None:
+    """Draws a runner's numbers with their intervals; of percentiles the median, and dotted the 99th."""
+    from matplotlib.ticker import LogLocator
+
+    values = [number.p50 if isinstance(number, Percentiles) else number for number in numbers]
+    errors = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
+    colour, heights = COLOURS.get(name), [v.value for v in values]
+    axes.errorbar(xs, heights, yerr=errors, label=name, color=colour, marker="o", markersize=4, capsize=3)
+    if tails := [number.p99.value for number in numbers if isinstance(number, Percentiles)]:
+        axes.plot(xs, tails, color=colour, linestyle=":")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
