@@ -106,7 +106,6 @@ def run(options: argparse.Namespace) -> int:
     prompts, classes = files.interleave([found[:count] for found in by_class.values()]), [*by_class] * count
     trials = [found[-1] for found in by_class.values()]
     out, screen = ensure_writable(options.out, "choose another --out"), Screen()
-    sections: list[report.Section] = []
     ratios: dict[str, list[report.Ratio]] = {}
     raw: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -114,19 +113,16 @@ def run(options: argparse.Namespace) -> int:
         for sampling in samplings:
             best = families.best(trials, sampling, lambda message: screen.show(f"trial, {message}"))
             runs = run_interleaved(best, prompts, sampling, screen.show)
-            found = report.make_sections(runs, classes, sampling.temp, families.threads, families.weight_bytes)
             at = f"T={sampling.temp:g}"
             raw[at] = {name: list(map(_run_to_dict, classes, of_name)) for name, of_name in runs.items()}
             ratios[at] = report.compare_families(runs, classes, families.threads)
-            sections += found
             screen.clear()
-            for section in found:
-                print(report.format_section(section) + "\n", flush=True)
-            print(f"ratios, {at}\n\n{report.format_ratios(ratios[at])}\n", flush=True)
+            print(report.format_runs(runs, sampling.temp, families.threads, families.weight_bytes))
+            print(f"\nratios, {at}\n\n{report.format_ratios(ratios[at])}\n", flush=True)
     used = _measure_footprint(pair, prompts, peers, given, screen)
     for line in (*(footprint_lines(used) if used else ()), *peers.left_out, *families.notes):
         print(line)
-    results = {"sections": sections, "ratios": ratios, "footprint": used, "runs": raw}
+    results = {"ratios": ratios, "footprint": used, "runs": raw}
     files.write_results(out / "bench.json", settings, results)
     print(f"{options.max_tokens} tokens, B = {settings.breadth}; written: {out / 'bench.json'}")
     return 0
@@ -180,7 +176,6 @@ def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Se
     settings, peers = pair.settings, choose_peers(options.peers, options.model, options.draft_model)
     prompts = files.interleave(list(files.load_prompt_tokens(options, pair).values()))
     out, screen = ensure_writable(options.out, "choose another --out"), Screen()
-    sections: list[report.ConcurrentSection] = []
     raw: dict[str, Any] = {}
     with ExitStack() as stack:
         started = {**COMPARISON_SETTINGS, "max_active": max(widths), **flags.settings_of(options)}
@@ -205,12 +200,11 @@ def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Se
 
             run_interleaved(runners, [first], sampling, show, seeds=SEED_STRIDE)  # warms up
             found = run_interleaved(runners, rounds, sampling, show, seeds=SEED_STRIDE)
-            sections.append(report.make_concurrent_section(width, sampling.temp, found))
             raw[f"{width} at once T={sampling.temp:g}"] = found
             screen.clear()
-            print(report.format_concurrent_section(sections[-1]) + "\n", flush=True)
+            print(report.format_concurrent_runs(width, sampling.temp, found) + "\n", flush=True)
     for note in (*peers.left_out, *cluster.notes):
         print(note)
-    files.write_results(out / "concurrency.json", settings, {"sections": sections, "rounds": raw})
+    files.write_results(out / "concurrency.json", settings, {"rounds": raw})
     print(f"{options.max_tokens} tokens each; written: {out / 'concurrency.json'}")
     return 0

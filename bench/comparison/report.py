@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -33,53 +34,29 @@ Rounds = Sequence[Sequence[Reply]]
 FIXED_MODES = ("ar", "sd", "ssd")
 
 
-@dataclass(frozen=True, slots=True)
-class RunnerRow:
-    """One runner on one class of prompts; other engines have an empty `summary`."""
-
-    name: str
-    median: float
-    against: Interval
-    summary: Summary
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One class of prompts at one temperature; ratios are to AR. `repeated`: the share of repeated 4-grams.
-
-    `conditions` describe cores and threads; the notes are lines under the table.
-    """
-
-    kind: str
-    temp: float
-    conditions: str
-    prompts: int
-    repeated: float
-    rows: tuple[RunnerRow, ...]
-    notes: tuple[str, ...] = ()
-
-
-def make_sections(
-    runs: Mapping[str, list[Run]], classes: Sequence[str], temp: float, threads: tuple[int, int], weight_bytes: int
-) -> list[Section]:
-    """Summarizes the runs of all classes together and of each class, the fastest runner first. The notes of the first
-    section describe rounds. `weight_bytes`: what the target reads in one forward.
-
-    `classes`: the class of each prompt. `threads`: the target's, and those of all workers.
-    """
-    conditions, sections = f"threads: target {threads[0]}, all workers {threads[1]}", []
-    for kind in (ALL_CLASSES, *dict.fromkeys(classes)):
-        of_kind, rows, notes = filter_by_class(runs, classes, kind), list[RunnerRow](), list[str]()
-        for name, of_name in of_kind.items():
-            found = summarize([run.timings for run in of_name if run.timings is not None])
-            against = ratio([run.timed for run in of_name], [run.timed for run in of_kind[BASELINE]])
-            rows.append(RunnerRow(name, statistics.median(run.timed.rate for run in of_name), against, found))
-            if kind == ALL_CLASSES and found.rounds:
-                notes.append(describe_round(name, found, weight_bytes))
-        repeated = statistics.fmean(repeated_share(run.tokens) for run in of_kind[BASELINE])
-        ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
-        sections.append(Section(kind, temp, conditions, len(of_kind[BASELINE]), repeated, ordered, tuple(notes)))
-    return sections
+def format_runs(runs: Mapping[str, Sequence[Run]], temp: float, threads: tuple[int, int], weight_bytes: int) -> str:
+    """Returns a Markdown table of all runners, the fastest first, with a title line and a line about the rounds of each
+    mode. `threads`: the target's, and those of all workers. `weight_bytes`: what the target reads in one forward."""
+    times = {name: [run.timed for run in found] for name, found in runs.items()}
+    against = {name: ratio(found, times[BASELINE]) for name, found in times.items()}
+    rows, notes = list[dict[str, str]](), list[str]()
+    for name in sorted(runs, key=lambda name: -against[name].value):
+        found = summarize([run.timings for run in runs[name] if run.timings is not None])
+        rows.append(
+            {
+                "": name,
+                "tok/s (median)": f"{statistics.median(timed.rate for timed in times[name]):.1f}",
+                f"relative to {BASELINE} [95 %]": f"{against[name]}",
+                "acceptance": _format(found.acceptance, ".0%"),
+                "tokens per round": _format(found.tokens_per_round, ".2f"),
+                "hit rate": _format(found.hit_rate, ".0%"),
+            }
+        )
+        notes += [describe_round(name, found, weight_bytes)] if found.rounds else []
+    repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[BASELINE])
+    title = f"T = {temp:g}: {pluralize(len(runs[BASELINE]), 'prompt')}, {repeated:.0%} of 4-grams repeated"
+    title += f"; threads: target {threads[0]}, all workers {threads[1]}"
+    return "\n".join([title, "", _format_markdown(rows), *(["", *notes] if notes else [])])
 
 
 def describe_round(name: str, found: Summary, weight_bytes: int) -> str:
@@ -92,25 +69,6 @@ def describe_round(name: str, found: Summary, weight_bytes: int) -> str:
         f" + rest {whole_ms - verify_ms - idle_ms:.2f}; {found.tokens / found.rounds:.2f} tokens{hits};"
         f" the verifies read {1000 * weight_bytes / verify_ms / GIGA:.1f} GB/s of target weights"
     )
-
-
-def format_section(found: Section) -> str:
-    """Returns a Markdown table with a title line and notes."""
-    prompts = pluralize(found.prompts, "prompt")
-    head = f"{found.kind}, T = {found.temp:g}: {prompts}, {found.repeated:.0%} of 4-grams repeated"
-    rows = [
-        {
-            "": row.name,
-            "tok/s (median)": f"{row.median:.1f}",
-            f"relative to {BASELINE} [95 %]": str(row.against),
-            "acceptance": _format(row.summary.acceptance, ".0%"),
-            "tokens per round": _format(row.summary.tokens_per_round, ".2f"),
-            "hit rate": _format(row.summary.hit_rate, ".0%"),
-        }
-        for row in found.rows
-    ]
-    lines = [f"{head}; {found.conditions}", "", _format_markdown(rows)]
-    return "\n".join([*lines, *(["", *found.notes] if found.notes else [])])
 
 
 def _format_markdown(rows: Sequence[Mapping[str, str]]) -> str:
@@ -184,93 +142,31 @@ def _is_in_family(name: str, family: str) -> bool:
     return name == family or name.startswith((f"{family} ", f"{family},"))
 
 
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Median and 99th percentile in milliseconds."""
-
-    p50: Interval
-    p99: Interval
-
-    def __format__(self, form: str) -> str:
-        form = form or ".0f"
-        return f"{self.p50.value:{form}} / {self.p99.value:{form}}"
-
-
-@dataclass(frozen=True, slots=True)
-class ConcurrentRow:
-    """One runner at one concurrency: tokens per second of all requests, their ratio to the baseline's, and the time to
-    first token and per token as clients see it."""
-
-    name: str
-    rate: Interval
-    against: Interval | None
-    first_ms: Percentiles
-    token_ms: Percentiles
-
-
-@dataclass(frozen=True, slots=True)
-class ConcurrentSection:
-    """One concurrency, compared with `baseline`: llama.cpp if it ran, else mlx-lm, else the first mode.
-
-    `auto_over_best`: auto over `best`, the best of ar, sd and ssd, if all of them ran.
-    """
-
-    width: int
-    temp: float
-    rounds: int
-    rows: tuple[ConcurrentRow, ...]
-    baseline: str
-    best: str | None
-    auto_over_best: Interval | None
-
-    def row(self, name: str) -> ConcurrentRow:
-        return next(row for row in self.rows if row.name == name)
-
-
-def make_concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]) -> ConcurrentSection:
-    """Summarizes runs, in the given order."""
-    times = {name: [time_replies(replies) for replies in rounds] for name, rounds in found.items()}
+def format_concurrent_runs(width: int, temp: float, runs: Mapping[str, Rounds]) -> str:
+    """Returns a Markdown table of the runs with `width` concurrent requests, with a title line. They are compared with
+    llama.cpp if it ran, else mlx-lm, else the first mode; and auto with the best of ar, sd and ssd."""
+    times = {name: list(map(time_replies, rounds)) for name, rounds in runs.items()}
+    replies = {name: list(chain(*rounds)) for name, rounds in runs.items()}
     baseline = next(name for name in (LLAMA_CPP, MLX_LM, *times) if name in times)
-    rows = tuple(
-        ConcurrentRow(
-            name,
-            bootstrap(times[name], total_rate),
-            ratio(times[name], times[baseline]) if name != baseline else None,
-            estimate_percentiles([[reply.first_ms for reply in replies] for replies in rounds]),
-            estimate_percentiles([[ms for reply in replies for ms in reply.token_ms] for replies in rounds]),
-        )
-        for name, rounds in found.items()
-    )
-    modes = [name for name in FIXED_MODES if name in times]
-    best = max(modes, key=lambda name: total_rate(times[name])) if modes and "auto" in times else None
-    auto = ratio(times["auto"], times[best]) if best is not None else None
-    return ConcurrentSection(width, temp, len(next(iter(times.values()))), rows, baseline, best, auto)
-
-
-def estimate_percentiles(rounds: Sequence[Sequence[float]]) -> Percentiles:
-    """Estimates both percentiles of the milliseconds of all rounds."""
-    arrays = list(map(np.array, rounds))
-
-    def at(share: int) -> Interval:
-        return bootstrap(arrays, lambda chosen: float(np.percentile(np.concatenate(chosen), share)))
-
-    return Percentiles(at(50), at(99))
-
-
-def format_concurrent_section(found: ConcurrentSection) -> str:
-    """Returns a Markdown table with a title line."""
     rows = [
         {
-            "": row.name,
-            "total tok/s [95 %]": f"{row.rate:.0f}",
-            f"relative to {found.baseline} [95 %]": str(row.against or ""),
-            "first token, ms p50 / p99": f"{row.first_ms}",
-            "per token, ms p50 / p99": f"{row.token_ms:.1f}",
+            "": name,
+            "total tok/s [95 %]": f"{bootstrap(times[name], total_rate):.0f}",
+            f"relative to {baseline} [95 %]": "" if name == baseline else f"{ratio(times[name], times[baseline])}",
+            "first token, ms p50 / p99": _format_percentiles([one.first_ms for one in replies[name]], ".0f"),
+            "per token, ms p50 / p99": _format_percentiles([ms for one in replies[name] for ms in one.token_ms], ".1f"),
         }
-        for row in found.rows
+        for name in runs
     ]
-    head = f"{pluralize(found.width, 'concurrent request')}, T = {found.temp:g}, {found.rounds} rounds"
-    lines = [head, "", _format_markdown(rows)]
-    if found.auto_over_best is not None:
-        lines += ["", f"- auto over {found.best}, the best fixed mode: {found.auto_over_best}"]
+    title = f"{pluralize(width, 'concurrent request')}, T = {temp:g}, {len(times[baseline])} rounds"
+    lines = [title, "", _format_markdown(rows)]
+    modes = [name for name in FIXED_MODES if name in times]
+    if modes and "auto" in times:
+        best = max(modes, key=lambda name: total_rate(times[name]))
+        lines += ["", f"- auto over {best}, the best fixed mode: {ratio(times['auto'], times[best])}"]
     return "\n".join(lines)
+
+
+def _format_percentiles(milliseconds: Sequence[float], form: str) -> str:
+    p50, p99 = np.percentile(milliseconds, (50, 99))
+    return f"{p50:{form}} / {p99:{form}}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.comparison.report import format_concurrent_section, make_concurrent_section
+from outrider.bench.comparison.report import format_concurrent_runs
 from outrider.bench.comparison.runs import Arrival, Reply, time_replies
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.dialogue import Chunk
@@ -39,29 +39,25 @@ def test_total_rate_spans_first_send_to_last_arrival() -> None:
     assert (found.tokens, found.seconds) == (10, 2.0)
 
 
-def test_section_compares_modes_with_the_peer_and_auto_with_the_best() -> None:
-    found = make_concurrent_section(
+def test_modes_are_compared_with_the_peer_and_auto_with_the_best() -> None:
+    table = format_concurrent_runs(
         2, 0.8, {"ar": make_rounds(10), "ssd": make_rounds(20), "auto": make_rounds(15), "mlx-lm": make_rounds(40)}
     )
-    rates = {row.name: row.rate.value for row in found.rows}
-    assert rates == pytest.approx({"ar": 20, "ssd": 40, "auto": 30, "mlx-lm": 80})
-    assert found.row("ar").against and found.row("ar").against.value == pytest.approx(0.25)
-    assert found.row("mlx-lm").against is None
-    assert found.best == "ssd" and found.auto_over_best and found.auto_over_best.value == pytest.approx(0.75)
-    assert found.row("ar").token_ms.p50.value == pytest.approx(100)
-    assert "| ssd | 40 [40, 40] | 0.50 [0.50, 0.50] | 50 / 50 | 50.0 / 50.0 |" in format_concurrent_section(found)
+    assert table.startswith("2 concurrent requests, T = 0.8, 3 rounds\n") and "relative to mlx-lm" in table
+    assert "| ar | 20 [20, 20] | 0.25 [0.25, 0.25] | 100 / 100 | 100.0 / 100.0 |" in table
+    assert "| ssd | 40 [40, 40] | 0.50 [0.50, 0.50] | 50 / 50 | 50.0 / 50.0 |" in table
+    assert "| mlx-lm | 80 [80, 80] |  |" in table
+    assert table.endswith("\n- auto over ssd, the best fixed mode: 0.75 [0.75, 0.75]")
 
 
-def test_latency_interval_comes_from_resampling_rounds() -> None:
+def test_latency_percentiles_are_of_all_rounds() -> None:
     rounds = [[reply(0, (0.1, 1), (0.2, 1)), reply(0, (0.3, 1), (0.6, 1))], [reply(0, (0.5, 1), (0.7, 1))] * 2]
-    first = make_concurrent_section(2, 0.0, {"ar": rounds}).rows[0].first_ms.p50
-    assert (first.low, first.value, first.high) == pytest.approx((200, 400, 500))
+    assert "| 400 / 500 | 200.0 / 297.0 |" in format_concurrent_runs(2, 0.0, {"ar": rounds})
 
 
 def test_modes_are_compared_with_the_first_one_without_a_peer() -> None:
-    found = make_concurrent_section(1, 0.0, {"ar": make_rounds(10), "sd": make_rounds(12)})
-    assert found.best is None and found.baseline == "ar" and found.rows[0].against is None
-    assert found.row("sd").against and found.row("sd").against.value == pytest.approx(1.2)
+    table = format_concurrent_runs(1, 0.0, {"ar": make_rounds(10), "sd": make_rounds(12)})
+    assert "relative to ar" in table and "| 1.20 [1.20, 1.20] |" in table and "the best fixed mode" not in table
 
 
 class OneTokenPerChunkClient:
