@@ -95,7 +95,14 @@ def compare_families(
     runs: Mapping[str, Sequence[Run]], classes: Sequence[str], threads: tuple[int, int]
 ) -> list[Ratio]:
     """Returns ratios of the best runner of a family to the best of others, for all classes together and for each class,
-    if there are runners on both sides. `classes`: the class of each prompt. `threads`: as for `make_sections`."""
+    if there are runners on both sides. `classes`: the class of each prompt. `threads`: as for `format_runs`."""
+    times = {
+        kind: {
+            name: [run.timed for run, of in zip(found, classes, strict=True) if kind in (ALL_CLASSES, of)]
+            for name, found in runs.items()
+        }
+        for kind in (ALL_CLASSES, *classes)
+    }
     same, all_threads = (f", {n} thread{'s' * (n > 1)}" for n in threads)
     ratios = []
     for name, family, others, cores in (
@@ -110,19 +117,10 @@ def compare_families(
     ):
         ours = [runner for runner in runs if _is_in_family(runner, family)]
         theirs = [one for one in runs if one.endswith(cores) and any(_is_in_family(one, other) for other in others)]
-        for kind in (ALL_CLASSES, *dict.fromkeys(classes)) if ours and theirs else ():
-            of_kind = {one: [run.timed for run in found] for one, found in filter_by_class(runs, classes, kind).items()}
+        for kind, of_kind in times.items() if ours and theirs else ():
             best, against = (max(names, key=lambda one: total_rate(of_kind[one])) for names in (ours, theirs))
             ratios.append(Ratio(name, kind, against, ratio(of_kind[best], of_kind[against])))
     return ratios
-
-
-def filter_by_class(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], kind: str) -> dict[str, list[Run]]:
-    """Returns the runs of one class of prompts, or of `ALL_CLASSES`. `classes`: the class of each prompt."""
-    return {
-        name: [run for run, run_kind in zip(of_name, classes, strict=True) if kind in (ALL_CLASSES, run_kind)]
-        for name, of_name in runs.items()
-    }
 
 
 def format_ratios(found: Sequence[Ratio]) -> str:
