@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import cycle, islice, product
+from itertools import chain, cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,11 @@ from msgspec import structs
 
 from outrider.bench.commands import files
 from outrider.bench.commands.files import parse_modes, parse_numbers
-from outrider.bench.commands.footprint import MEMORY_TEXT_TOKENS, Footprint, footprint_lines, measure_footprint
+from outrider.bench.commands.footprint import MEMORY_TEXT_TOKENS, footprint_lines, measure_footprint
 from outrider.bench.comparison import report
 from outrider.bench.comparison.peers import (
     LLAMA_CPP,
     MLX_LM,
-    ChosenPeers,
     PeerProcess,
     choose_mlx_lm_batch,
     choose_peers,
@@ -119,7 +118,10 @@ def run(options: argparse.Namespace) -> int:
             screen.clear()
             print(report.format_runs(runs, sampling.temp, families.threads, families.weight_bytes))
             print(f"\nratios, {at}\n\n{report.format_ratios(ratios[at])}\n", flush=True)
-    used = _measure_footprint(pair, prompts, peers, given, screen)
+    used = None
+    if (pair.target.context_length or MEMORY_TEXT_TOKENS) >= MEMORY_TEXT_TOKENS:
+        used = measure_footprint(given, settings, peers, list(chain(*prompts)), screen.show)
+        screen.clear()
     for line in (*(footprint_lines(used) if used else ()), *peers.left_out, *families.notes):
         print(line)
     results = {"ratios": ratios, "footprint": used, "runs": raw}
@@ -138,19 +140,6 @@ def _check_count(given: int | None, by_class: Mapping[str, Sequence[files.Tokens
                 " one is kept for choosing the settings"
             )
     return count
-
-
-def _measure_footprint(
-    pair: ChosenPair, prompts: Sequence[files.Tokens], peers: ChosenPeers, given: dict[str, Any], screen: Screen
-) -> Footprint | None:
-    """Measures the footprint. Returns None if the model's context is shorter than `MEMORY_TEXT_TOKENS`."""
-    if (pair.target.context_length or MEMORY_TEXT_TOKENS) < MEMORY_TEXT_TOKENS:
-        return None
-    words = [token for prompt in prompts for token in prompt]
-    try:
-        return measure_footprint(given, pair.settings, peers, words, screen.show)
-    finally:
-        screen.clear()
 
 
 def _run_to_dict(kind: str, run: Run) -> dict[str, Any]:

@@ -30,7 +30,7 @@ OUTRIDER_MODE = "auto"
 MEMORY_REQUESTS, MEMORY_TEXT_TOKENS, MEMORY_NEW_TOKENS = 4, 2048, 128
 """The concurrent requests with which memory is measured, the tokens of each, and how many of them are generated."""
 LATENCY_PROMPT_TOKENS, LATENCY_ROUNDS = 1024, 6
-SHORT_PROMPT_TOKENS, START_REPEATS = 64, 3
+START_REPEATS = 3
 SAMPLING_SECONDS = 0.2
 MEBIBYTE = 1 << 20
 TWO_TOKENS = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -41,14 +41,12 @@ class Footprint:
     """Memory and latencies. By engine name: `memory`, the peak of all processes in bytes; `first_ms`, the median time
     to first token of a long prompt.
 
-    Of Outrider only, medians: `start_s`, from launch to ready with files in the page cache; `answers_ms`, the time to
-    first token of the first and second short request after a start.
+    `start_s`: the median seconds from Outrider's launch until it is ready, with files in the page cache.
     """
 
     memory: dict[str, int]
     first_ms: dict[str, float]
     start_s: float
-    answers_ms: tuple[float, float]
 
 
 def measure_footprint(
@@ -68,12 +66,8 @@ def measure_footprint(
     starts = []
     for _ in range(START_REPEATS):
         begun = time.perf_counter()
-        with LocalCluster(**given) as cluster:
-            ready = time.perf_counter() - begun
-            answer = mode_batch_runner(cluster.client(), OUTRIDER_MODE, 1)
-            short = _cut_prompts(words, 2, SHORT_PROMPT_TOKENS)
-            starts.append((ready, *(answer([prompt], TWO_TOKENS)[0].first_ms for prompt in short)))
-    start_s, first, second = map(statistics.median, zip(*starts, strict=True))
+        with LocalCluster(**given):
+            starts.append(time.perf_counter() - begun)
 
     progress(f"memory of {MEMORY_REQUESTS} concurrent requests")
     texts = _cut_prompts(words, MEMORY_REQUESTS, MEMORY_TEXT_TOKENS - MEMORY_NEW_TOKENS)
@@ -99,7 +93,7 @@ def measure_footprint(
             runners, prompts, TWO_TOKENS, lambda message: progress(f"first token, {message}"), seeds=SEED_STRIDE
         )
     first_ms = {name: statistics.median(round_[0].first_ms for round_ in of[1:]) for name, of in runs.items()}
-    return Footprint(memory, first_ms, start_s, (first, second))
+    return Footprint(memory, first_ms, statistics.median(starts))
 
 
 def footprint_lines(found: Footprint) -> list[str]:
@@ -108,8 +102,7 @@ def footprint_lines(found: Footprint) -> list[str]:
     return [
         f"- memory of all processes, {MEMORY_REQUESTS} concurrent requests of {MEMORY_TEXT_TOKENS} tokens: {memory}",
         f"- time to first token of a prompt of {LATENCY_PROMPT_TOKENS} tokens: {first}",
-        f"- start-up {found.start_s:.1f} s; time to first token of the first request after it"
-        f" {found.answers_ms[0]:.0f} ms, of the second {found.answers_ms[1]:.0f} ms",
+        f"- start-up {found.start_s:.1f} s",
     ]
 
 
