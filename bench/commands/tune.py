@@ -167,55 +167,34 @@ def _describe_costs(settings: ServeSettings, found: ArmCosts) -> list[str]:
             f"next token of all branches   {_format_points(found.tree_ms)} ms by number of branches",
             f"turnaround of a hit          {found.turnaround_ms:.2f} ms",
         ]
-    lines += ["", "measured in real rounds:", *(_format_arm(found, best) for best in found.best_arms())]
-    return [*lines, *_recommend(found), *_suggest_devices(settings)]
+    lines += ["", "measured in real rounds:", *map(_format_arm, found.best_arms()), _recommend(found)]
+    return [*lines, *_suggest_devices(settings)]
 
 
 def _format_points(curve: Latency, unit: float = 1.0) -> str:
     return "  ".join(f"{at}: {ms / unit:.2f}" for at, ms in curve.points)
 
 
-def _format_arm(found: ArmCosts, best: MeasuredArm) -> str:
-    """Returns a line with an arm's K and B, its rate, and what limits it."""
-    arm = best.arm
+def _format_arm(best: MeasuredArm) -> str:
+    """Returns a line with an arm's K and B, its rate, and what decides it."""
+    arm, summary = best.arm, best.summary
     sizes = " ".join(f"{name}={size}" for name, size in (("K", arm.depth), ("B", arm.branches)) if size)
     name = f"{' by '.join(filter(None, (arm.mode, arm.drafter)))} {sizes}"
-    return f"  {name:20} {best.rate:7.1f} tok/s   {_describe_limit(found, best)}"
+    parts = [f"{summary.tokens_per_round or 1.0:.2f} tokens per round, verify {best.verify_ms:.1f} ms"]
+    parts += [] if summary.acceptance is None else [f"{summary.acceptance:.0%} of drafted tokens accepted"]
+    parts += [] if summary.hit_rate is None else [f"hit rate {summary.hit_rate:.0%}"]
+    parts += [f"{best.step_ms:.2f} ms per token of a chain"] if best.step_ms else []
+    return f"  {name:20} {best.rate:7.1f} tok/s   {', '.join(parts)}"
 
 
-def _describe_limit(found: ArmCosts, best: MeasuredArm) -> str:
-    arm, tokens = best.arm, f"{best.summary.tokens_per_round or 1.0:.2f} tokens per round"
-    if arm.mode == "ar":
-        return f"one token per forward of {best.verify_ms:.1f} ms"
-    if arm.drafter:
-        known = found.known(arm.drafter)
-        acceptance = ", ".join(f"{share:.0%}" for share in known.acceptance)
-        return f"{tokens}; {known.step_ms:.2f} ms per drafted token; acceptance by position {acceptance}"
-    if arm.mode == "sd":
-        return f"{tokens}; verify {best.verify_ms:.1f} + draft {found.chain_ms(arm.depth):.1f} ms"
-    tree = (arm.depth + 1) * found.tree_ms(arm.branches)
-    hidden = "drafting is hidden" if tree <= best.verify_ms else f"drafting takes {tree:.1f} ms"
-    return (
-        f"{tokens}, hit rate {best.summary.hit_rate or 0.0:.0%}; verify while drafting {best.verify_ms:.1f} ms,"
-        f" {found.slowdown(best):.2f} times as long as alone; {hidden}"
-    )
-
-
-def _recommend(found: ArmCosts) -> list[str]:
-    best, *others = found.best_arms()
-    chosen = best.arm if best.rate > MIN_SPEEDUP * found.arms[PLAIN_ARM].rate else PLAIN_ARM
-    if chosen == PLAIN_ARM:
-        other = next(one for one in (best, *others) if one.arm != PLAIN_ARM)
-        why = f"{other.arm.mode} reaches {other.rate:.1f} tok/s, {_describe_limit(found, other)}"
-        return [f"speculation does not pay: {why}. Recommended: --mode ar"]
-    if chosen.drafter and found.of("sd"):  # a head beside a draft worker
-        return ["recommended: --mode auto"]
-    recommended = f"recommended: --mode {chosen.mode} --num-draft-tokens {chosen.depth}"
-    if chosen.drafter:
-        return [recommended]
-    bound = 1 + found.chain_ms(chosen.depth) / found.verify_ms(chosen.depth + 1)
-    branches = f" --branches {chosen.branches}" if chosen.branches else ""
-    return [f"upper bound of SSD over SD at K = {chosen.depth}: {bound:.2f}x", recommended + branches]
+def _recommend(found: ArmCosts) -> str:
+    best = found.best_arms()[0]
+    if best.rate <= MIN_SPEEDUP * found.arms[PLAIN_ARM].rate:
+        return "speculation does not pay; recommended: --mode ar"
+    if best.arm.drafter and found.of("sd"):  # a head beside a draft worker
+        return "recommended: --mode auto"
+    branches = f" --branches {best.arm.branches}" if best.arm.branches else ""
+    return f"recommended: --mode {best.arm.mode} --num-draft-tokens {best.arm.depth}{branches}"
 
 
 def _suggest_devices(settings: ServeSettings) -> list[str]:

@@ -189,11 +189,6 @@ class ArmCosts:
         best_arms = [best for kind in kinds for best in self.of(*kind)[:1]]
         return sorted(best_arms, key=lambda best: -best.rate)
 
-    def slowdown(self, found: MeasuredArm) -> float:
-        """Returns how many times longer a verify of this arm takes than alone."""
-        alone = self.verify_ms
-        return statistics.median(record.verify.milliseconds / alone(record.drafted + 1) for record in found.rounds)
-
     def record(self, temp: float) -> Tuning:
         """Returns the record that a server starts from."""
         best_arms = self.best_arms()
