@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     screen = Screen()
     try:
         found = _measure_arms(options, pair, screen)
-        lines = _describe_costs(pair.settings, found)
+        lines = _describe_costs(found)
         if options.measure:
             lines += _compare_placements(options, pair, screen)
         given = flags.settings_of(options)
@@ -154,7 +154,7 @@ def _measure_arms(options: argparse.Namespace, pair: ChosenPair, screen: Screen)
     return found
 
 
-def _describe_costs(settings: ServeSettings, found: ArmCosts) -> list[str]:
+def _describe_costs(found: ArmCosts) -> list[str]:
     one = found.verify_ms(1)
     lines = [
         f"one token of plain decoding  {found.step_ms:.2f} ms",
@@ -167,8 +167,7 @@ def _describe_costs(settings: ServeSettings, found: ArmCosts) -> list[str]:
             f"next token of all branches   {_format_points(found.tree_ms)} ms by number of branches",
             f"turnaround of a hit          {found.turnaround_ms:.2f} ms",
         ]
-    lines += ["", "measured in real rounds:", *map(_format_arm, found.best_arms()), _recommend(found)]
-    return [*lines, *_suggest_devices(settings)]
+    return [*lines, "", "measured in real rounds:", *map(_format_arm, found.best_arms()), _recommend(found)]
 
 
 def _format_points(curve: Latency, unit: float = 1.0) -> str:
@@ -195,17 +194,6 @@ def _recommend(found: ArmCosts) -> str:
         return "recommended: --mode auto"
     branches = f" --branches {best.arm.branches}" if best.arm.branches else ""
     return f"recommended: --mode {best.arm.mode} --num-draft-tokens {best.arm.depth}{branches}"
-
-
-def _suggest_devices(settings: ServeSettings) -> list[str]:
-    """Suggests other devices for the drafter on a Mac."""
-    if sys.platform != "darwin" or settings.draft_backend != "mlx" or settings.draft_device != "auto":
-        return []
-    return [
-        "target and drafter share the GPU of this Mac. The drafter can use the CPU (--draft-device cpu) or the Neural"
-        " Engine (--draft-backend coreml) instead; `outrider doctor` shows the time per token there, and `outrider"
-        " tune` with one of these flags the speed"
-    ]
 
 
 def _compare_placements(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> list[str]:

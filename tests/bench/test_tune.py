@@ -174,15 +174,6 @@ def test_curve_interpolates_and_extrapolates_linearly() -> None:
     assert curve((3, 5.0))(7) == 5.0
 
 
-def test_tune_suggests_other_drafter_devices_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.platform", "darwin")
-    (line,) = tune._suggest_devices(ServeSettings())
-    assert "--draft-device cpu" in line and "--draft-backend coreml" in line
-    assert tune._suggest_devices(ServeSettings(draft_device="cpu")) == []
-    monkeypatch.setattr("sys.platform", "linux")
-    assert tune._suggest_devices(ServeSettings()) == []
-
-
 HEADS = {"eagle3": 2, "mtp": 0}
 
 
