@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
 
 from outrider.fleet.commands import add_folder_flag, fleet_host, require_head
 from outrider.fleet.host import format_resources
@@ -28,26 +29,24 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(found)))
         return 0
-    hosts = [(h.name, "alive" if h.alive else "gone", h.release, format_resources(h.offers)) for h in found.hosts]
-    print(format_table(("HOST", "STATE", "OUTRIDER", "OFFERS"), hosts))
+    for rows in (found.hosts, found.engines, found.parts):
+        if rows:
+            print(f"{format_table(rows)}\n")
     if not found.state:
         say("No fleet runs on these hosts; `outrider fleet run fleet.yaml` starts one.")
-        return 0
-    engines = [
-        (e.kind, e.endpoint, str(e.running), str(e.waiting), str(e.finished), str(e.tokens), e.drafters)
-        for e in found.engines
-    ]
-    parts = [(p.name, p.state, f"{p.running} of {p.wanted}", p.message) for p in found.parts]
-    if engines:
-        print(f"\n{format_table(('ENGINE', 'AT', 'RUN', 'WAIT', 'DONE', 'TOKENS', 'DRAFTERS'), engines)}")
-    print(f"\n{format_table(('PART', 'STATE', 'RUNNING', ''), parts)}")
     for url in found.ingresses:
-        print(f"\nHTTP: {url}")
+        print(f"HTTP: {url}")
     return 0
 
 
-def format_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Formats aligned columns."""
-    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
-    lines = ("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in (head, *rows))
-    return "\n".join(map(str.rstrip, lines))
+def format_table(rows: Sequence[Any]) -> str:
+    """Formats records of one class in aligned columns, whose titles are the names of its fields."""
+    titles = [field.name.upper() for field in fields(rows[0])]
+    table = [titles, *([_format_cell(value) for value in asdict(row).values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table)
+    return "\n".join(lines)
+
+
+def _format_cell(value: object) -> str:
+    return format_resources(value) if isinstance(value, Mapping) else str(value)

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -280,5 +280,13 @@ def test_loopback_addresses_are_recognised() -> None:
     assert not any(map(is_loopback, ("10.0.0.1:6379", "studio:6379")))
 
 
-def test_table_columns_fit_their_content() -> None:
-    assert format_table(("A", "B"), [("long", "x"), ("y", "")]) == "A     B\nlong  x\ny"
+@dataclass
+class Host:
+    name: str
+    alive: bool
+    offers: dict[str, float]
+
+
+def test_table_has_a_column_for_each_field_that_fits_its_content() -> None:
+    rows = [Host("long", True, {"cpu": 2, "metal": 0}), Host("y", False, {})]
+    assert format_table(rows) == "NAME  ALIVE  OFFERS\nlong  True   cpu 2\ny     False  nothing"
