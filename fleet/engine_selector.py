@@ -6,12 +6,10 @@ not wait for them.
 
 from __future__ import annotations
 
-import hashlib
+import random
 import time
-from bisect import bisect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 
 LOST_ENGINE_SECONDS = 3.0
 
@@ -61,7 +59,5 @@ class EngineSelector:
 
 
 def _choose_by_hash(session: str, engine_counts: Sequence[int]) -> int:
-    """Chooses a kind by hash, in proportion to its engines."""
-    ends = list(accumulate(engine_counts))
-    at = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8]) % ends[-1]
-    return bisect(ends, at)
+    """Chooses a kind in proportion to its engines, in every process the same one for a session."""
+    return random.Random(session).choices(range(len(engine_counts)), engine_counts)[0]
