@@ -15,8 +15,6 @@ from itertools import chain, cycle, islice, product
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
 from outrider.bench.commands import files
 from outrider.bench.commands.files import parse_modes, parse_numbers
 from outrider.bench.commands.footprint import MEMORY_TEXT_TOKENS, footprint_lines, measure_footprint
@@ -30,7 +28,7 @@ from outrider.bench.comparison.peers import (
     mlx_lm,
 )
 from outrider.bench.comparison.runners import RunnerFamilies
-from outrider.bench.comparison.runs import SEED_STRIDE, BatchRunner, Run, mode_batch_runner, run_interleaved
+from outrider.bench.comparison.runs import SEED_STRIDE, BatchRunner, mode_batch_runner, run_interleaved
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen
@@ -112,8 +110,7 @@ def run(options: argparse.Namespace) -> int:
             best = families.best(trials, sampling, lambda message: screen.show(f"trial, {message}"))
             runs = run_interleaved(best, prompts, sampling, screen.show)
             at = f"T={sampling.temp:g}"
-            raw[at] = {name: list(map(_run_to_dict, classes, of_name)) for name, of_name in runs.items()}
-            ratios[at] = report.compare_families(runs, classes, families.threads)
+            raw[at], ratios[at] = runs, report.compare_families(runs, classes, families.threads)
             screen.clear()
             print(report.format_runs(runs, sampling.temp, families.threads, families.weight_bytes))
             print(f"\nratios, {at}\n\n{report.format_ratios(ratios[at])}\n", flush=True)
@@ -123,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
         screen.clear()
     for line in (*(footprint_lines(used) if used else ()), *peers.left_out, *families.notes):
         print(line)
-    results = {"ratios": ratios, "footprint": used, "runs": raw}
+    results = {"ratios": ratios, "footprint": used, "classes": classes, "runs": raw}
     files.write_results(out / "bench.json", settings, results)
     print(f"{options.max_tokens} tokens, B = {settings.breadth}; written: {out / 'bench.json'}")
     return 0
@@ -139,15 +136,6 @@ def _check_count(given: int | None, by_class: Mapping[str, Sequence[files.Tokens
                 " one is kept for choosing the settings"
             )
     return count
-
-
-def _run_to_dict(kind: str, run: Run) -> dict[str, Any]:
-    return {
-        "class": kind,
-        "tokens": run.timed.tokens,
-        "seconds": run.timed.seconds,
-        "timings": structs.asdict(run.timings) if run.timings else None,
-    }
 
 
 def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> int:

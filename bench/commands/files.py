@@ -53,10 +53,6 @@ def write_results(path: Path, settings: ServeSettings, results: Mapping[str, Any
 
 def describe_machine(settings: ServeSettings) -> dict[str, Any]:
     """Describes this machine. Kernels differ by the vector instructions of the CPU."""
-    processor: dict[str, Any] = {"name": platform.processor(), "cores": os.cpu_count()}
-    if fields := cpu_fields():
-        processor["name"] = fields.get("model name", processor["name"])
-        processor["vectors"] = [one for one in cpu_flags() if one.startswith(("avx", "amx"))]
     versions = {}
     for name in REPORTED_LIBRARIES:
         with suppress(PackageNotFoundError):  # not installed
@@ -64,7 +60,9 @@ def describe_machine(settings: ServeSettings) -> dict[str, Any]:
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "processor": processor,
+        "processor": cpu_fields().get("model name", platform.processor()),
+        "cores": os.cpu_count(),
+        "vectors": [one for one in cpu_flags() if one.startswith(("avx", "amx"))],
         "versions": versions,
         "blas": system.blas_notes(),
         "threads": {role: system.threads_of(role, settings) for role in ("target", "draft")},
