@@ -78,9 +78,9 @@ def test_a_row_counts_texts_that_differ_and_exceeded_limits() -> None:
     other = make_row("actor", [KillResult((0.1,), 1, 0, (), 3.0), KillResult((0.1,), 1, 1, ("gone", "gone"), 4.0)])
     gone = make_row("node", [], "it does not come back")
     assert [one.missed for one in (fine, late, other, gone)] == [False, True, True, True]
-    assert "it does not come back" in table([gone], False) and "it does not come back" in str(gone)
+    assert "it does not come back" in table([gone]) and "it does not come back" in str(gone)
     assert other.errors == ("gone",) and other.broken == 2
-    assert "| actor | 1 of 2 | 0.10 / 0.10 | 2 | 3.0, 4.0 |" in table([other], True)
+    assert "| actor | 1 of 2 | 0.10 / 0.10 | 2 | 3.0, 4.0 |" in table([other])
 
 
 def test_an_unknown_row_is_refused_by_name() -> None:

@@ -35,10 +35,10 @@ from tools.fleet_failures.hosts import run_hosts
 from tools.fleet_failures.kills import ExpectedText, KillResult, kill_victim
 from tools.fleet_failures.reader import WantedText
 from tools.fleet_failures.report import FailureRow, make_row, table
-from tools.fleet_failures.victims import PROXY, VICTIMS, Victim
+from tools.fleet_failures.victims import VICTIMS, Victim
 
 COSTS = "costs"
-ROWS = (*(victim.name for victim in VICTIMS), PROXY, COSTS)
+ROWS = (*(victim.name for victim in VICTIMS), COSTS)
 TEMPS = (0.0, 0.8)
 
 
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         if COSTS in rows:
             ingress_costs = costs.measure(fleet, pairs, screen)
     screen.clear()
-    print("\n".join([table(measured, PROXY in rows), *(f"- {cost}" for cost in ingress_costs)]))
+    print("\n".join([table(measured), *(f"- {cost}" for cost in ingress_costs)]))
     if options.json is not None:
         results = {"rows": [asdict(row) for row in measured], "costs": [asdict(cost) for cost in ingress_costs]}
         options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from tools.fleet_failures.kills import KillResult
-from tools.fleet_failures.victims import PROXY
 
 LIMIT_SECONDS = {"attached": 1.5}
 """Limits of the median wait for the next token."""
@@ -69,7 +68,7 @@ def make_row(name: str, kills: Sequence[KillResult], trouble: str = "") -> Failu
     )
 
 
-def table(rows: Sequence[FailureRow], proxy: bool) -> str:
+def table(rows: Sequence[FailureRow]) -> str:
     lines = [
         "| killed | texts that differ | next token, s p50 / p99 | errors readers saw | restored after, s |",
         "|---|---|---|---|---|",
@@ -79,8 +78,6 @@ def table(rows: Sequence[FailureRow], proxy: bool) -> str:
             f"| {row.name} | {row.differ} of {row.texts} | {row.p50:.2f} / {row.p99:.2f} |"
             f" {row.broken or 'none'} | {row.trouble or _list(row.whole)} |"
         )
-    if proxy:
-        lines.append(f"| {PROXY} | | | does not exist: each ingress serves HTTP itself | |")
     return "\n".join(lines)
 
 

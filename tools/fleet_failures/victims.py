@@ -67,5 +67,3 @@ VICTIMS = (
     Victim("controller", lambda at: KillPlan(make_kill(at.hosts.named("ray::ServeController")))),
     Victim("head", lambda at: KillPlan(make_kill(at.hosts.gcs), at.hosts.restart_head)),
 )
-PROXY = "proxy"
-"""Ray Serve's proxy, which a fleet does not have: each ingress serves HTTP itself."""
