@@ -72,6 +72,12 @@ class MeasuredArm:
         chains = [work for record in self.rounds for work in record.drafting if not work.branches]
         return sum(work.work.milliseconds for work in chains) / max(sum(work.depth for work in chains), 1)
 
+    @property
+    def tuned(self) -> TunedArm:
+        """What a server needs to know about the arm."""
+        arm = self.arm
+        return TunedArm(arm.mode, arm.depth, arm.branches, self.rate, measured=True, drafter=arm.drafter)
+
 
 def measure_arms(
     client: Client,
@@ -203,11 +209,7 @@ class ArmCosts:
             turnaround_ms=self.turnaround_ms,
             acceptance=sd.acceptance,
             hit_rate=(ssd[0].summary.hit_rate or 0.0) if ssd else 0.0,
-            choices=tuple(
-                TunedArm(a.mode, a.depth, a.branches, best.rate, measured=True, drafter=a.drafter)
-                for best in best_arms
-                for a in [best.arm]
-            ),
+            choices=tuple(best.tuned for best in best_arms),
             temp=temp,
             own=tuple(heads),
         )

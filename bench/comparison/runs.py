@@ -19,22 +19,17 @@ from outrider.orchestrator.client.client import Client
 from outrider.protocol.messages import Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
 
-V = TypeVar("V")
-
 RESAMPLES = 2000
 BOOTSTRAP_SEED = 0
+COLOCATED = "colocated"
+"""Part of the name of a runner with the draft model in the target's process."""
+ONE_PROCESS = f"{COLOCATED} auto, all cores"
+"""`auto` with both models in one process."""
+SEED_STRIDE = 1000
+"""The distance of the seeds of two rounds: more than the requests of a round, each of which has its own seed."""
+
 T = TypeVar("T")
 R = TypeVar("R")
-
-# Part of the name of a runner with the draft model in the target's process.
-COLOCATED = "colocated"
-
-# `auto` with both models in one process, on all cores.
-ONE_PROCESS = f"{COLOCATED} auto, all cores"
-
-# The distance of the seeds of two rounds: more than the requests of a round, each of which has its own seed.
-SEED_STRIDE = 1000
-
 Texts = Sequence[tuple[int, ...]]
 
 
@@ -82,7 +77,7 @@ def ratio(ours: Sequence[Timed], theirs: Sequence[Timed]) -> Interval:
     return bootstrap(pairs, of)
 
 
-def bootstrap(values: Sequence[V], estimate: Callable[[Sequence[V]], float]) -> Interval:
+def bootstrap(values: Sequence[T], estimate: Callable[[Sequence[T]], float]) -> Interval:
     """Returns the estimate on all values, with an interval from resampling them."""
     draw = random.Random(BOOTSTRAP_SEED)
     ordered = sorted(estimate(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
