@@ -20,8 +20,6 @@ from outrider.protocol.version import require_extra
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="ADDRESS", help="IP:PORT, as `outrider fleet head` printed it")
     parser.add_argument("--ip", help="this host's address for other hosts (default: detected by Ray)")
-    look = "check for this model's files before joining; repeatable (default: the models of the running fleet)"
-    parser.add_argument("--model", action="append", metavar="ID|PATH", help=look)
     add_folder_flag(parser)
 
 
@@ -40,13 +38,13 @@ def run(options: argparse.Namespace) -> int:
     screen.show(f"asking the head at {options.address}")
     head = FleetHead(options.address)
     head.check_versions()
-    models = options.model or head.models()
+    models = head.models()
     check_models(models)
     screen.show("starting Ray")
     running = host.start_member(options.address, options.ip, offers, token)
     screen.clear()
     say(f"This host has joined (process {running.pid}, log {host.log}) and offers {offers}.")
-    say(f"Models: {', '.join(models)}." if models else "No model was checked, because none is known yet (see --model).")
+    say(f"Models: {', '.join(models)}." if models else "No model was checked, because the fleet has named none.")
     if sys.platform == "darwin":
         say(PLATFORM_NOTE)
     return 0
