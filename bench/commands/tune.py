@@ -6,6 +6,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -204,21 +205,14 @@ def _compare_placements(options: argparse.Namespace, pair: ChosenPair, screen: S
     threads = system.all_threads(pair.settings)
     if not pair.settings.can_colocate or sys.platform == "darwin" or len(system.USABLE_CPUS) < threads:
         return []
-    given = {**flags.settings_of(options), "memory": False}
+    flag = "--colocate" + (f" --threads {threads}" if pair.settings.threads is not None else "")
+    placements = {"a process for each model": {}, flag: {"colocate": True, "threads": threads}}
+    given = {**flags.settings_of(options), "progress": screen.show, "memory": False}
     sampling = SamplingParams(max_tokens=160, temp=options.temp, ignore_eos=True)
-    with (
-        LocalCluster(progress=screen.show, **given) as apart,
-        LocalCluster(progress=screen.show, **{**given, "colocate": True, "threads": threads}) as together,
-    ):
-        runners = {name: mode_runner(one.client(), "auto") for name, one in (("apart", apart), ("together", together))}
+    with ExitStack() as stack:
+        clusters = [stack.enter_context(LocalCluster(**{**given, **more})) for more in placements.values()]
+        runners = {name: mode_runner(one.client(), "auto") for name, one in zip(placements, clusters, strict=True)}
         texts = list(map(load_codec(pair.target).encode, PROMPTS))
         runs = run_interleaved(runners, texts, sampling, lambda step: screen.show(f"tune: {step}"))
-    screen.clear()
     rates = {name: total_rate([run.timed for run in of_name]) for name, of_name in runs.items()}
-    flag = "--colocate" + (f" --threads {threads}" if pair.settings.threads is not None else "")
-    return [
-        "",
-        "auto, by placement (tok/s):",
-        f"  a process for each model               {rates['apart']:7.1f}",
-        f"  {flag:<38} {rates['together']:7.1f}",
-    ]
+    return ["", "auto, by placement (tok/s):", *(f"  {name:<38} {rate:7.1f}" for name, rate in rates.items())]
