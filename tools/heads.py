@@ -18,7 +18,6 @@ from pathlib import Path
 
 from models.training.corpus import standard_library
 from models.training.record import read_held_out
-from outrider.bench import picture
 from outrider.bench.comparison.runs import Interval, bootstrap
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.flags import ensure_writable
@@ -28,6 +27,7 @@ from outrider.orchestrator.pairing.model_files import TINY_DRAFT, TINY_TARGET
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import default_codec, mixed_prompts
+from tools import picture
 
 DRAFT_NAME = "draft model"
 _BEGINNING_CHARACTERS = 600  # characters of a held-out file

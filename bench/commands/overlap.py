@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.bench import picture
 from outrider.bench.latency import median_latency
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.generate import read_prompt
-from outrider.orchestrator.cli.terminal import Screen
+from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core.metrics import name_round
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import version
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import RoundRecord, Span
@@ -89,7 +89,14 @@ def run(options: argparse.Namespace) -> int:
     screen.clear()
     print(describe(records["ssd"], records["sd"]))
     title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
-    if picture.write(drawn, lambda: draw_rounds(records["ssd"], title, 10)):
+    if version.missing_modules("bench"):
+        why = f"because Matplotlib is not installed ({version.install_command('bench')})"
+        say(f"Note: no picture was drawn, {why}.")
+    else:
+        try:
+            draw_rounds(records["ssd"], title, 10).savefig(drawn, dpi=110)
+        except OSError as error:
+            raise InvalidRequest(f"the picture can't be written to {drawn}: {error.strerror}") from error
         print(f"ten rounds: {drawn}")
     print(f"trace:      {trace} (open it at ui.perfetto.dev)")
     return 0
@@ -145,13 +152,14 @@ def _busy_share(verifies: Sequence[Span]) -> float:
 
 def draw_rounds(records: Sequence[RoundRecord], title: str, rounds: int) -> Figure:
     """Draws the first `rounds` rounds, with the drafting for them."""
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     chosen = records[:rounds]
     numbers = {record.round for record in chosen}
     drafting = [work for record in records for work in record.drafting if work.round in numbers]
     tracks = ["target", *sorted({work.drafter for work in drafting})]
-    figure = picture.create_figure(15, 1.6 + 1.1 * len(tracks))
+    figure = Figure(figsize=(15, 1.6 + 1.1 * len(tracks)), layout="constrained")
     axes = figure.subplots()
     origin_ns, legend = min(record.verify.started_ns for record in chosen), dict[str, str]()
     for record in chosen:

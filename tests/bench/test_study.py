@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from outrider.bench import picture
 from outrider.bench.commands import files
 from outrider.bench.commands.overlap import describe, draw_rounds
 from outrider.bench.comparison.runs import Timed, bootstrap, ratio, repeated_share
@@ -34,6 +33,7 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import DraftWork, RoundRecord, Span
 from outrider.protocol.version import install_command
+from tools import picture
 from tools.formula import speedup_bound
 from tools.overlap_timing import Overlap, format_table, measure
 
@@ -197,6 +197,14 @@ def test_overlap_writes_picture_and_trace_to_the_given_path(
     assert (tmp_path / picture).is_file() and (tmp_path / trace).is_file()
     captured = capsys.readouterr().out
     assert f"ten rounds: {tmp_path / picture}" in captured and str(tmp_path / trace) in captured
+
+
+def test_unwritable_picture_of_overlap_is_refused(
+    overlap: Callable[[Path], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rounds.png").mkdir()
+    assert overlap(tmp_path) == InvalidRequest.exit_code
+    assert f"the picture can't be written to {tmp_path / 'rounds.png'}: Is a directory" in capsys.readouterr().err
 
 
 @pytest.fixture

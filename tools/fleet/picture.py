@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from outrider.bench import picture
+from tools import picture
 from tools.fleet.metrics import smooth_rates
 from tools.fleet.plan import Loss
 from tools.fleet.simulation import FleetResult

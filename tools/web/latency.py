@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outrider.bench import picture
 from outrider.bench.comparison.runs import Interval, Timed, bootstrap, total_rate
+from tools import picture
 from tools.web.load_generator import TimedAnswer
 from tools.web.streams import StreamTimes
 
