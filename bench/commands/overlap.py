@@ -90,8 +90,8 @@ def run(options: argparse.Namespace) -> int:
     print(describe(records["ssd"], records["sd"]))
     title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
     if version.missing_modules("bench"):
-        why = f"because Matplotlib is not installed ({version.install_command('bench')})"
-        say(f"Note: no picture was drawn, {why}.")
+        command = version.install_command("bench")
+        say(f"Note: no picture was drawn, because Matplotlib is not installed ({command}).")
     else:
         try:
             draw_rounds(records["ssd"], title, 10).savefig(drawn, dpi=110)
