@@ -111,7 +111,7 @@ def compare_families(
         ("ssd over the best sd", "ssd", ["sd"], ""),
         ("auto over the best mode", "auto", ["ar", "sd", "ssd"], ""),
         (f"auto over the best of {LLAMA_CPP}, all cores", "auto", [LLAMA_CPP], all_threads),
-        (f"{ONE_PROCESS} over the same", ONE_PROCESS, [LLAMA_CPP], all_threads),
+        (f"{ONE_PROCESS} over the best of {LLAMA_CPP}", ONE_PROCESS, [LLAMA_CPP], all_threads),
         (f"{ONE_PROCESS} over auto", ONE_PROCESS, ["auto"], ""),
         (f"auto over the best of {MLX_LM}", "auto", [MLX_LM], ""),
     ):
