@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from outrider.fleet.host import FleetHost, create_token, set_ray_environment
 from outrider.target_worker.rank_link import free_ports
 
 HOST_RESOURCES: tuple[Mapping[str, float], ...] = ({"metal": 1}, {"metal": 1}, {"ane": 2}, {"ane": 2})
@@ -100,19 +100,11 @@ def run_hosts() -> Iterator[Hosts]:
 
 
 def _configure(logs: Path, own: Path) -> None:
-    """Sets the environment that Ray reads when it is imported."""
+    """Sets the environment that Ray reads when it is imported, as `outrider fleet` does."""
     (logs / "ray").mkdir(parents=True, exist_ok=True)
     (own / "gcs").mkdir()
-    (own / "token").write_text(secrets.token_hex(32), encoding="ascii")
-    os.environ.update({
-        "RAY_TMPDIR": str(logs),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(own / "token"),
-        "RAY_gcs_storage": "rocksdb",
-        "RAY_gcs_storage_path": str(own / "gcs"),
-    })  # fmt: skip
+    os.environ["RAY_TMPDIR"] = str(logs)
+    set_ray_environment(FleetHost(own).environment("127.0.0.1:0", create_token(own)))
 
 
 def _ports() -> dict[str, int]:
