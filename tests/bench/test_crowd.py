@@ -13,7 +13,7 @@ from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.requests import TimedRequest, send_all
+from tests.harness.requests import TimedRequest, longest_wait, send_all
 
 SAMPLING = SamplingParams(max_tokens=6)
 
@@ -80,6 +80,11 @@ def test_client_records_arrival_times_and_can_cancel() -> None:
     assert (len(whole.arrivals), whole.reason, whole.cancelled) == (6, "length", False)
     assert (left.token_ids, left.text, left.cancelled) == ((7, 7), "xx", True)
     assert whole.sent < whole.arrivals[0].at <= whole.ended
+
+
+def test_longest_wait_begins_at_the_given_time() -> None:
+    arrivals = [Arrival(1.0, 1), Arrival(3.0, 2), Arrival(3.5, 1)]
+    assert [longest_wait(arrivals, since) for since in (0.5, 2.5, 3.2, 4.0)] == pytest.approx([2.0, 0.5, 0.3, 0.0])
 
 
 @pytest.fixture

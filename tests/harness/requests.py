@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 from outrider.bench.comparison.runs import Arrival, Reply
 from outrider.orchestrator.client.client import BaseClient
@@ -73,3 +74,9 @@ def send_all(client: BaseClient, requests: Sequence[TimedRequest], slots: int | 
     """
     with ThreadPoolExecutor(slots or len(requests)) as threads:
         yield from threads.map(lambda request: send(client, request), requests)
+
+
+def longest_wait(arrivals: Sequence[Arrival], since: float) -> float:
+    """Returns the longest wait for a chunk after this time, in seconds; 0 if all had arrived before."""
+    times = [since, *(arrival.at for arrival in arrivals if arrival.at > since)]
+    return max((after - before for before, after in pairwise(times)), default=0.0)

@@ -21,7 +21,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 
 import zmq
 
@@ -38,7 +37,7 @@ from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import all_prompt_tokens, default_codec
 from tests.harness.random_identity import DIFFERENT, SAME, Comparison, IdentityRun, count_verdicts
 from tests.harness.random_requests import MODES, Sizes
-from tests.harness.requests import FullReply, TimedRequest, send
+from tests.harness.requests import TimedRequest, longest_wait, send
 
 SIZES = Sizes(prompt=200, text=48)
 AT_ONCE, MOST_CUTS = 4, 2
@@ -124,11 +123,6 @@ class ServerKiller:
             os.kill(self._pid, signal.SIGKILL)
             self.killed_at = time.perf_counter()
 
-    def wait(self, reply: FullReply) -> float:
-        """Returns the client's longest wait for a token after the kill in seconds; 0 if all tokens were sent before."""
-        times = [self.killed_at, *(arrival.at for arrival in reply.arrivals if arrival.at > self.killed_at)]
-        return max((after - before for before, after in pairwise(times)), default=0.0)
-
 
 def run_kills(count: int, seed: int, screen: Screen) -> tuple[list[float], int]:
     """Kills `count` servers. Returns the clients' longest waits in seconds, and how many texts differ."""
@@ -143,7 +137,7 @@ def run_kills(count: int, seed: int, screen: Screen) -> tuple[list[float], int]:
                 resuming = Resumed([Client(doomed.endpoint, timeout=SECOND), steady.client(SECOND)])
                 reply = send(resuming, TimedRequest(prompt, sampling, MODES[number % len(MODES)]), killer.record)
             differing += reply.token_ids != text
-            waits.append(killer.wait(reply))
+            waits.append(longest_wait(reply.arrivals, killer.killed_at))
     return waits, differing
 
 

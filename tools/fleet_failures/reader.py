@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
-from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
 from outrider.bench.comparison.runs import Arrival
+from tests.harness.requests import longest_wait
 from tools.web.streams import read_events
 
 PATH, TIMEOUT_SECONDS, RETRY_SECONDS = "/v1/completions", 60.0, 0.05
@@ -79,14 +79,11 @@ class Reader:
 
     def has_continued(self, killed_at: float) -> bool:
         """Whether tokens have arrived since this time."""
-        return bool(self._after(killed_at))
+        return bool(self.arrivals) and self.arrivals[-1].at > killed_at
 
     def wait(self, killed_at: float) -> float:
         """Returns the longest wait for a token after this time; tokens that were already sent arrive at once."""
-        return max(after - before for before, after in pairwise([killed_at, *self._after(killed_at)]))
-
-    def _after(self, killed_at: float) -> list[float]:
-        return [arrival.at for arrival in self.arrivals if arrival.at > killed_at]
+        return longest_wait(self.arrivals, killed_at)
 
     def _ask(self, ingress: str) -> None:
         for event in stream_events(ingress, self._body(), self.session):
