@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import chain, cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from outrider.bench.comparison.peers import (
     LLAMA_CPP,
     MLX_LM,
     PeerProcess,
+    choose_mlx_lm_batch,
     choose_peers,
     llama_cpp,
     mlx_lm,
@@ -50,6 +50,7 @@ UNUSED = (*flags.MULTI_REQUEST_SETTINGS, "colocate", "head_in", "ngrams", "memor
 DEFAULT_PROMPTS, DEFAULT_DEPTHS = 6, "1,2,3"
 DEFAULT_ROUNDS, DEFAULT_MODES = 5, "ar,sd,ssd,auto"
 MAX_CONCURRENCY = 256
+TRIAL_ROUNDS = 2
 # All engines read the same prompts, so no engine may cache them or load estimates of an earlier run.
 COMPARISON_SETTINGS = {"prompt_cache": False, "memory": False}
 
@@ -168,7 +169,8 @@ def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Se
                     slots[width] = stack.enter_context(llama_cpp(all_threads, peers.gguf, slots=width))
                 runners[LLAMA_CPP] = slots[width].run_batch
             if one_mlx_lm is not None:
-                runners[MLX_LM] = partial(one_mlx_lm.run_batch, slots=width)
+                screen.show(f"{width} requests: choosing mlx-lm's prefill batch size")
+                runners[MLX_LM] = choose_mlx_lm_batch(one_mlx_lm, width, [first] * TRIAL_ROUNDS, sampling)
 
             def show(message: str, width: int = width) -> None:
                 screen.show(f"{width} requests, {message}")

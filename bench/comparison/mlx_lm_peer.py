@@ -16,9 +16,6 @@ from mlx_lm.utils import load_tokenizer
 
 from outrider.engine.loading import load
 
-PREFILL_BATCH_SIZE = 8
-"""Prompts per forward: mlx-lm's default. With more than there are slots it would decode more texts at once."""
-
 
 class MlxLm:
     """Both models in one process, as mlx-lm's speculative decoding needs; plain decoding only without a draft model."""
@@ -43,7 +40,9 @@ class MlxLm:
             generated.append(response.token)
         return {"tokens": generated, "count": len(generated), "decode_seconds": time.perf_counter() - first}
 
-    def batch(self, batch: list[list[int]], max_tokens: int, temp: float, seed: int, slots: int) -> dict[str, Any]:
+    def batch(
+        self, batch: list[list[int]], max_tokens: int, temp: float, seed: int, slots: int, reads: int
+    ) -> dict[str, Any]:
         """Decodes all prompts plainly, at most `slots` at once: `batch_generate` with the time of each step."""
         mx.random.seed(seed)
         begun = time.perf_counter()
@@ -52,7 +51,7 @@ class MlxLm:
             max_tokens=max_tokens,
             sampler=make_sampler(temp),
             completion_batch_size=slots,
-            prefill_batch_size=min(slots, PREFILL_BATCH_SIZE),
+            prefill_batch_size=reads,
         )
         arrivals: dict[int, list[tuple[float, int]]] = {number: [] for number in generator.insert(batch)}
         while responses := generator.next_generated():

@@ -2,8 +2,8 @@
 
 Requests are JSON, one per line. {tokens, max_tokens, temp, seed, ignore_eos}, for mlx-lm also num_draft_tokens (0:
 plain decoding), returns {tokens, count, decode_seconds}, timed from the first generated token to the last. {batch,
-max_tokens, temp, seed}, for mlx-lm also `slots`, returns {replies}: for each prompt, when it was sent and when its
-tokens arrived, in seconds.
+max_tokens, temp, seed}, for mlx-lm also `slots` and `reads` (prompts per forward), returns {replies}: for each prompt,
+when it was sent and when its tokens arrived, in seconds.
 """
 
 from __future__ import annotations
@@ -11,13 +11,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from outrider.bench.comparison.runs import Reply, Run, Texts, Timed
+from outrider.bench.comparison.runs import (
+    SEED_STRIDE,
+    BatchRunner,
+    Reply,
+    Run,
+    Texts,
+    Timed,
+    run_interleaved,
+    time_replies,
+    total_rate,
+)
 from outrider.bench.helper import HelperProcess
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.model_files import default_model, is_gguf
@@ -31,6 +42,9 @@ MLX_LM, LLAMA_CPP = "mlx-lm", "llama.cpp"
 PEERS = {MLX_LM: "mlx_lm", LLAMA_CPP: "xllamacpp"}
 """Peers by name, with the module that each needs."""
 CLASSES = {MLX_LM: f"{__package__}.mlx_lm_peer:MlxLm", LLAMA_CPP: f"{__package__}.llama_cpp_peer:LlamaCpp"}
+
+# Prompts per forward to try with mlx-lm; its default is 8.
+PREFILL_BATCH_SIZES = (1, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +116,19 @@ def llama_cpp(
     return PeerProcess(
         LLAMA_CPP, settings, model=str(file), draft_model=draft_model, threads=threads, slots=slots, **given
     )
+
+
+def choose_mlx_lm_batch(
+    process: PeerProcess, slots: int, rounds: Sequence[Texts], sampling: SamplingParams
+) -> BatchRunner:
+    """Returns mlx-lm's `BatchGenerator` with the prefill batch size that is fastest in a trial."""
+    candidates: dict[str, BatchRunner] = {
+        f"prefill batch {reads}": partial(process.run_batch, slots=slots, reads=reads)
+        for reads in PREFILL_BATCH_SIZES
+        if reads <= slots
+    }
+    trial = run_interleaved(candidates, rounds, sampling, lambda _: None, seeds=SEED_STRIDE)
+    return candidates[max(trial, key=lambda name: total_rate(list(map(time_replies, trial[name]))))]
 
 
 @dataclass(frozen=True, slots=True)
