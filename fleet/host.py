@@ -32,7 +32,7 @@ from outrider.protocol.errors import EndpointError, InvalidRequest, KeyFault
 
 MAX_AMOUNT = 1_000_000
 MAC_RESOURCES = ("metal", "ane")
-"""A Mac has one of each, which several engines may share. Ray does not detect them, and has no other names for them."""
+"""A Mac has one of each, which several engines may share."""
 RAY_NAMES = {"metal": "metal", "ane": "ane", "cuda": "GPU", "cpu": "CPU", "memory": "memory"}
 """Ray's names of our resources."""
 
@@ -40,6 +40,8 @@ DEFAULT_PORT = 6379
 STARTED_MESSAGE = "Ray runtime started."
 START_TIMEOUT_SECONDS = 180.0
 STOP_TIMEOUT_SECONDS = 30.0
+NO_DASHBOARD_FLAG = "--include-dashboard=false"
+"""Used when a head restarts: with the dashboard, the raylet's agents start too late, and the raylet ends after 15 s."""
 
 RAY_PORTS = range(10_001, 20_000)
 """Ports of Ray's client server and workers."""
@@ -93,6 +95,11 @@ def host_resources() -> Resources:
     devices = Path("/dev").iterdir() if sys.platform == "linux" else ()
     cuda = sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in devices)
     return Resources(apple, apple, cuda, os.cpu_count() or 1, psutil.virtual_memory().total)
+
+
+def undetected_resources(host: Resources) -> dict[str, float]:
+    """Returns the resources that Ray does not detect: `metal` and `ane`, which are our names."""
+    return {name: many for name, many in host.as_ray().items() if name in MAC_RESOURCES}
 
 
 def start_time(process: psutil.Process) -> float:
@@ -170,12 +177,13 @@ class FleetHost:
         Raises:
             OutriderError: it can't be started; the message has the reason.
         """
-        if not self.was_head_of(f"{ip}:{port}"):
+        again = self.was_head_of(f"{ip}:{port}")
+        if not again:
             self.forget()
         self._storage.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # With the dashboard, the agents of a restarted raylet start too late, and it ends after 15 s.
-        where = ["--head", f"--node-ip-address={ip}", f"--port={port}", "--include-dashboard=false"]
-        return self._start(True, f"{ip}:{port}", where, offers, token)
+        where = ["--head", f"--node-ip-address={ip}", f"--port={port}", "--disable-usage-stats"]
+        dashboard = NO_DASHBOARD_FLAG if again else "--dashboard-host=127.0.0.1"
+        return self._start(True, f"{ip}:{port}", [*where, dashboard], offers, token)
 
     def start_member(self, address: str, ip: str | None, offers: Resources, token: Path) -> HostProcess:
         """Starts Ray as a member of the fleet at `address`. Raises the same errors as `start_head`."""
@@ -183,9 +191,11 @@ class FleetHost:
         return self._start(False, address, where, offers, token)
 
     def _start(self, head: bool, address: str, where: list[str], offers: Resources, token: Path) -> HostProcess:
-        undetected = {name: getattr(offers, name) for name in MAC_RESOURCES if getattr(offers, name)}
         line = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where]
-        line += [f"--resources={json.dumps(undetected)}", f"--labels={VERSION_LABEL}={__version__}"]
+        line += [
+            f"--resources={json.dumps(undetected_resources(offers))}",
+            f"--labels={VERSION_LABEL}={__version__}",
+        ]
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 line,

@@ -240,7 +240,7 @@ def test_ray_is_private_sends_no_statistics_and_keeps_its_state(
     host, started = FleetHost(tmp_path), list[list[str]]()
     monkeypatch.setattr(FleetHost, "_start", lambda _, head, address, line, *more: started.append(line))
     host.start_head("10.0.0.1", 6379, Resources(), tmp_path / "token")
-    assert "--include-dashboard=false" in started[0]
+    assert {"--dashboard-host=127.0.0.1", "--disable-usage-stats"} <= set(started[0])
     environment = host.environment("10.0.0.1:6379", tmp_path / "token")
     assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == ("token", str(tmp_path / "token"))
     assert (environment["RAY_gcs_storage"], environment["RAY_USAGE_STATS_ENABLED"]) == ("rocksdb", "0")

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 
-from outrider.fleet.host import Resources
+from outrider.fleet.host import Resources, undetected_resources
 from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed, Scale, parse_plan, read_plan
 from outrider.orchestrator.cli import worker
 from outrider.orchestrator.settings import ServeSettings
@@ -89,6 +89,7 @@ def test_drafter_on_another_host_may_take_the_draft_that_comes_with_a_model(mode
 
 def test_resources_are_converted_to_rays_names():
     assert Resources(0.5, 0, 0, 2, "1KiB").as_ray() == {"metal": 0.5, "CPU": 2, "memory": 1024}
+    assert undetected_resources(Resources(1, 1, 0, 8, 10**9)) == {"metal": 1, "ane": 1}
     assert str(Resources(metal=0.5, memory=2**31)) == "metal 0.5, memory 2.0 GiB"
     assert Placed(needs=Resources(cpu=1), drafter=DrafterPlan("same-host", Resources(cpu=2))).bundle() == Resources(
         cpu=3
