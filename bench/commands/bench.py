@@ -33,6 +33,7 @@ from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.client.dialogue import pluralize
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.settings import ServeSettings, check_setting
@@ -67,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help=length)
     peers = "engines to compare with: llama.cpp,mlx-lm, one of the two, or none (default: all that are installed)"
     group.add_argument("--peers", metavar="NAME,NAME", help=peers)
-    results = "folder for the results, as JSON (default: out)"
+    results = "folder for the results, as JSON and as a picture (default: out)"
     group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help=results)
     concurrent = parser.add_argument_group("bench of concurrent requests")
     many = "numbers of concurrent requests to measure, like 1,2,4,8,16 (default: compare single requests)"
@@ -110,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
         for sampling in samplings:
             best = families.best(trials, sampling, lambda message: screen.show(f"trial, {message}"))
             runs = run_interleaved(best, prompts, sampling, screen.show)
-            at = f"T={sampling.temp:g}"
+            at = f"T = {sampling.temp:g}"
             raw[at], ratios[at] = runs, report.compare_families(runs, classes, families.threads)
             screen.clear()
             print(report.format_runs(runs, sampling.temp, families.threads, families.weight_bytes))
@@ -124,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
     results = {"ratios": ratios, "footprint": used, "classes": classes, "runs": raw}
     files.write_results(out / "bench.json", settings, results)
     print(f"{options.max_tokens} tokens, B = {settings.breadth}; written: {out / 'bench.json'}")
+    files.write_picture(out / "bench.png", lambda: report.draw_runs(raw))
     return 0
 
 
@@ -177,11 +179,12 @@ def _run_concurrent(options: argparse.Namespace, pair: ChosenPair, samplings: Se
 
             run_interleaved(runners, [first], sampling, show, seeds=SEED_STRIDE)  # warms up
             found = run_interleaved(runners, rounds, sampling, show, seeds=SEED_STRIDE)
-            raw[f"{width} at once T={sampling.temp:g}"] = found
+            raw[f"{pluralize(width, 'concurrent request')}, T = {sampling.temp:g}"] = found
             screen.clear()
             print(report.format_concurrent_runs(width, sampling.temp, found) + "\n", flush=True)
     for note in (*peers.left_out, *cluster.notes):
         print(note)
     files.write_results(out / "concurrency.json", settings, {"rounds": raw})
     print(f"{options.max_tokens} tokens each; written: {out / 'concurrency.json'}")
+    files.write_picture(out / "concurrency.png", lambda: report.draw_concurrent_runs(raw))
     return 0

@@ -1,4 +1,4 @@
-"""Inputs and outputs of a bench: prompts, comma-separated flags, and a JSON record.
+"""Inputs and outputs of a bench: prompts, comma-separated flags, a JSON record, and pictures.
 
 A class of prompts is a text file, with prompts separated by lines with one `%`. Those in `prompts/` are questions to a
 chat model and pass its chat template; those in `prompts/tiny/` are texts for other models to continue. All were written
@@ -15,10 +15,11 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from outrider.orchestrator.cli.terminal import say
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.pairing.tokenizer import load_codec
@@ -26,6 +27,10 @@ from outrider.orchestrator.settings import MODES, ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.process import cpu_fields, cpu_flags
+from outrider.protocol.version import install_command, missing_modules
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SUITE_FOLDER = Path(__file__).parents[1] / "prompts"
 SUITE_CLASSES = ("chat", "code", "math", "summary", "extraction", "editing")
@@ -49,6 +54,22 @@ def write_results(path: Path, settings: ServeSettings, results: Mapping[str, Any
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     except OSError as error:
         raise InvalidRequest(f"the results can't be written to {path}: {error.strerror}") from error
+
+
+def write_picture(path: Path, draw: Callable[[], Figure]) -> None:
+    """Draws and writes a picture, and prints its path; without Matplotlib only a note.
+
+    Raises:
+        InvalidRequest: the file can't be written.
+    """
+    if missing_modules("bench"):
+        say(f"Note: no picture was drawn, because Matplotlib is not installed ({install_command('bench')}).")
+        return
+    try:
+        draw().savefig(path, dpi=110)
+    except OSError as error:
+        raise InvalidRequest(f"the picture can't be written to {path}: {error.strerror}") from error
+    print(f"picture: {path}")
 
 
 def describe_machine(settings: ServeSettings) -> dict[str, Any]:

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.bench.commands.files import write_picture
 from outrider.bench.latency import median_latency
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.generate import read_prompt
-from outrider.orchestrator.cli.terminal import Screen, say
+from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core.metrics import name_round
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol import version
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import RoundRecord, Span
@@ -89,16 +89,8 @@ def run(options: argparse.Namespace) -> int:
     screen.clear()
     print(describe(records["ssd"], records["sd"]))
     title = f"SSD, K = {settings.depth}, B = {settings.breadth}, T = {options.temp:g}"
-    if version.missing_modules("bench"):
-        command = version.install_command("bench")
-        say(f"Note: no picture was drawn, because Matplotlib is not installed ({command}).")
-    else:
-        try:
-            draw_rounds(records["ssd"], title, 10).savefig(drawn, dpi=110)
-        except OSError as error:
-            raise InvalidRequest(f"the picture can't be written to {drawn}: {error.strerror}") from error
-        print(f"ten rounds: {drawn}")
-    print(f"trace:      {trace} (open it at ui.perfetto.dev)")
+    write_picture(drawn, lambda: draw_rounds(records["ssd"], title, 10))
+    print(f"trace:   {trace} (open it at ui.perfetto.dev)")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Tables of a comparison, for single and for concurrent requests.
+"""Tables and pictures of a comparison, for single and for concurrent requests.
 
 Each ratio is over the prompts of one interleaved run. Intervals of concurrent runs are over rounds.
 """
@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,10 +29,15 @@ from outrider.bench.comparison.runs import (
 )
 from outrider.orchestrator.client.dialogue import pluralize
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 GIGA = 1e9
 ALL_CLASSES, BASELINE = "all", "ar"
 Rounds = Sequence[Sequence[Reply]]
 FIXED_MODES = ("ar", "sd", "ssd")
+PANEL_COLUMNS = 2
+OUR_COLOUR, PEER_COLOUR = "#2a9d4e", "#8d6cc9"
 
 
 def format_runs(runs: Mapping[str, Sequence[Run]], temp: float, threads: tuple[int, int], weight_bytes: int) -> str:
@@ -168,3 +174,43 @@ def format_concurrent_runs(width: int, temp: float, runs: Mapping[str, Rounds]) 
 def _format_percentiles(milliseconds: Sequence[float], form: str) -> str:
     p50, p99 = np.percentile(milliseconds, (50, 99))
     return f"{p50:{form}} / {p99:{form}}"
+
+
+def draw_runs(runs: Mapping[str, Mapping[str, Sequence[Run]]]) -> Figure:
+    """Draws the rate of each runner relative to the baseline, with a panel for each of the conditions in `runs`."""
+    panels = {}
+    for conditions, of_name in runs.items():
+        times = {name: [run.timed for run in found] for name, found in of_name.items()}
+        panels[conditions] = {name: ratio(found, times[BASELINE]) for name, found in times.items()}
+    return _draw_panels(panels, f"tokens per second, relative to {BASELINE}")
+
+
+def draw_concurrent_runs(runs: Mapping[str, Mapping[str, Rounds]]) -> Figure:
+    """Draws the total rate of each runner, with a panel for each of the conditions in `runs`."""
+    panels = {
+        conditions: {name: bootstrap(list(map(time_replies, rounds)), total_rate) for name, rounds in of_name.items()}
+        for conditions, of_name in runs.items()
+    }
+    return _draw_panels(panels, "total tokens per second")
+
+
+def _draw_panels(panels: Mapping[str, Mapping[str, Interval]], label: str) -> Figure:
+    """Draws a panel of horizontal bars with their intervals for each of the conditions."""
+    from matplotlib.figure import Figure
+
+    lines, longest = -(-len(panels) // PANEL_COLUMNS), max(map(len, panels.values()))
+    columns = min(PANEL_COLUMNS, len(panels))
+    figure = Figure(figsize=(6.4 * columns, lines * (1.2 + 0.34 * longest)), layout="constrained")
+    for at, (conditions, values) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(lines, columns, at)
+        heights = [one.value for one in values.values()]
+        errors = [[one.value - one.low for one in values.values()], [one.high - one.value for one in values.values()]]
+        colours = [PEER_COLOUR if name.startswith((LLAMA_CPP, MLX_LM)) else OUR_COLOUR for name in values]
+        bars = axes.barh(list(values), heights, xerr=errors, color=colours, capsize=3, height=0.72)
+        axes.bar_label(bars, fmt="{:.3g}", label_type="center", color="white", fontsize=8)
+        axes.invert_yaxis()
+        axes.set_title(conditions, fontsize=9, loc="left")
+        axes.set_xlabel(label, fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.comparison.report import format_concurrent_runs
+from outrider.bench.comparison.report import draw_concurrent_runs, format_concurrent_runs
 from outrider.bench.comparison.runs import Arrival, Reply, time_replies
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.dialogue import Chunk
@@ -48,6 +48,11 @@ def test_modes_are_compared_with_the_peer_and_auto_with_the_best() -> None:
     assert "| ssd | 40 [40, 40] | 0.50 [0.50, 0.50] | 50 / 50 | 50.0 / 50.0 |" in table
     assert "| mlx-lm | 80 [80, 80] |  |" in table
     assert table.endswith("\n- auto over ssd, the best fixed mode: 0.75 [0.75, 0.75]")
+
+
+def test_total_rates_are_drawn() -> None:
+    (axes,) = draw_concurrent_runs({"2 concurrent requests": {"ar": make_rounds(10), "auto": make_rounds(15)}}).axes
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([20, 30])
 
 
 def test_latency_percentiles_are_of_all_rounds() -> None:

@@ -196,7 +196,7 @@ def test_overlap_writes_picture_and_trace_to_the_given_path(
     assert overlap(tmp_path / out) == 0
     assert (tmp_path / picture).is_file() and (tmp_path / trace).is_file()
     captured = capsys.readouterr().out
-    assert f"ten rounds: {tmp_path / picture}" in captured and str(tmp_path / trace) in captured
+    assert f"picture: {tmp_path / picture}" in captured and str(tmp_path / trace) in captured
 
 
 def test_unwritable_picture_of_overlap_is_refused(
