@@ -72,15 +72,14 @@ class CopyAcceptance:
         tried = self._tried[evidence][index] + self._weight
         return right / tried
 
-    def add(self, copy: Copy, following: Sequence[int]) -> int:
-        """Records a copy, verified or not, and the tokens that followed; returns how many of its tokens were right."""
+    def add(self, copy: Copy, following: Sequence[int]) -> None:
+        """Records a copy, verified or not, and the tokens that followed."""
         right = common_prefix_length(copy.chain, following)
         tried, correct = self._tried[copy.evidence], self._right[copy.evidence]
         for position in range(min(right + 1, len(copy.chain), len(following))):
             index = min(position, 1)
             tried[index] = self._fade * tried[index] + 1.0
             correct[index] = self._fade * correct[index] + float(position < right)
-        return right
 
     def best_length(self, copy: Copy, costs: Sequence[float], reached: float = 1.0) -> tuple[int, float]:
         """Returns how many of a copy's first tokens to verify, and the gain: expected tokens minus the rows' costs.

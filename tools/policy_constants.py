@@ -311,7 +311,6 @@ OTHER_VALUES: Mapping[str, Sequence[float]] = {
     "optimism": (1.0,),
     "repeated_share": (math.inf,),
     "min_repeat_pairs": (1,),
-    "kind_switch_logprob": (math.inf,),
     "cost_per_row": (0.0,),
     "near": (1.0,),
     "episode_fade": (1.0,),

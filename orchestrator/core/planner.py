@@ -5,10 +5,11 @@ The scheduler reports what was sent and received; the planner sends nothing and 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextProfile, TextProfiles
+from outrider.orchestrator.core.policy.acceptance import GENERAL_TEXT, TextAcceptance
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
@@ -46,7 +47,7 @@ class Planner:
     ) -> None:
         """`tunings` are tune's, `memory` what an earlier server `learned`; `abilities` returns the target's."""
         self.estimates = Estimates()
-        self.profiles = TextProfiles(self.estimates)
+        self._kinds = defaultdict[tuple[str, bool], TextAcceptance](lambda: TextAcceptance(self.estimates))
         self._abilities = abilities
         self._tunings, self._stored = tunings, memory
         for record in (*tunings[:1], *memory[:1]):
@@ -87,7 +88,11 @@ class Planner:
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
-    def first_plan(self, admit: Admit, drafters: int, text: TextProfile) -> tuple[Arm, list[str]]:
+    def open_text(self, kind: str, greedy: bool) -> TextAcceptance:
+        """Returns the acceptance in a new text of this kind, `greedy` or sampled."""
+        return TextAcceptance(self._kinds[kind, greedy], kind)
+
+    def first_plan(self, admit: Admit, drafters: int, text: TextAcceptance) -> tuple[Arm, list[str]]:
         """Returns a request's first plan with this many draft workers, and notes: why speculation is off, if it is."""
         sources = self._sources(admit.drafter, drafters)
         if admit.mode == "auto":
@@ -120,7 +125,7 @@ class Planner:
         elif request.plan.mode == "ssd" and request.round.number % POLICY.breadth_interval_rounds == 0 and is_open:
             most = self._max_branches(request.admit, self._sources_of(request).workers)
             text, depth = request.planning.text, request.plan.depth
-            formula = Forecasts(self.estimates, text.acceptance, self.estimates.active, depth, most, fixed=False)
+            formula = Forecasts(self.estimates, text, self.estimates.active, depth, most, fixed=False)
             request.planning.plan = replace(request.plan, branches=formula.forecast(Arm("ssd", depth))[0].branches)
 
     def wants_other_plan(self, request: Request) -> bool:
@@ -165,9 +170,8 @@ class Planner:
                 all_cores = request.admit.mode == "auto" and ended.plan.leaves_drafters_idle(estimates.active)
                 estimates.observe_verify(max(outcome.rows, rows), outcome.work.milliseconds, rows, all_cores)
             accepted, drafted = proposal.count_on_chain(ended.nodes), len(proposal.offered or proposal.drafter_nodes)
-            if self._learns_text_kind(request):
-                drafter = proposal.drafter if proposal.draft else ""
-                self.profiles.observe(request.planning.text, drafter, drafted, accepted)
+            if self._observes_texts(request) and proposal.drafter != NGRAM:
+                request.planning.text.observe(proposal.drafter if proposal.draft else "", drafted, accepted)
             if not proposal.draft:
                 estimates.observe_chain(drafted, accepted, min(len(proposal.chain), drafted))
             elif proposal.drafter != NGRAM and proposal.chain and outcome.drafted is not None:
@@ -178,8 +182,8 @@ class Planner:
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
             self._policy_of(request).observe_round(ended.plan, len(kept), round_ms, proposal.lookup.found)
 
-    def _learns_text_kind(self, request: Request) -> bool:
-        """Whether its rounds show the kind of its text: in `auto`, while it runs alone."""
+    def _observes_texts(self, request: Request) -> bool:
+        """Whether the acceptance in its text is recorded: in `auto`, while it runs alone."""
         return request.admit.mode == "auto" and self.estimates.active == 1
 
     def check_in_process_drafter(self, ended: SettledRound) -> str:
@@ -201,9 +205,7 @@ class Planner:
         planning, sequence, pending = request.planning, request.sequence, request.planning.pending_copy
         if pending is not None and pending.base_len == ended.outcome.base_len:
             copy, nodes = pending.copy, proposal.drafter_nodes
-            right = self.estimates.copied.add(copy, kept)
-            if self._learns_text_kind(request):
-                self.profiles.observe(planning.text, NGRAM, min(len(copy.chain), len(kept)), right)
+            self.estimates.copied.add(copy, kept)
             if nodes and copy.chain and proposal.chain[nodes[0]] != copy.chain[0]:
                 self.estimates.alternatives.add(copy, kept)
         if not sequence.ngrams.is_empty:
@@ -220,8 +222,8 @@ class Planner:
             if right is None:
                 return
             self.estimates.copies.add(round_.rows, right)
-            if self._learns_text_kind(request):
-                self.profiles.observe_copies(planning.text, round_.rows, right)
+            if self._observes_texts(request):
+                planning.text.observe_copies(round_.rows, right)
         planning.copy_round = planning.pending_copy
 
     # --- policies -------------------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ class Planner:
     def _policy_of(self, request: Request) -> Policy:
         return self._policy(request.admit, self._sources_of(request), request.planning.text)
 
-    def _policy(self, admit: Admit, sources: DraftSources, text: TextProfile) -> Policy:
+    def _policy(self, admit: Admit, sources: DraftSources, text: TextAcceptance) -> Policy:
         """Returns the policy for these sources, requested K and B, temperature class and, for a request alone, kind of
         text: measurements under others would mislead. With several requests all follow one plan, whatever their kind.
         """
@@ -267,7 +269,7 @@ class Planner:
             # Clients may request any number of K and B: the oldest of those policies are dropped.
             for old in [other for other in self._policies if other[1:3] != (None, None)][:-MAX_REQUESTED_POLICIES]:
                 del self._policies[old]
-        self._policies[key].acceptance = text.acceptance
+        self._policies[key].acceptance = text
         return self._policies[key]
 
     def _max_depth(self, admit: Admit) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.orchestrator.core.metrics import RequestMetrics
-from outrider.orchestrator.core.policy.acceptance import TextProfile
+from outrider.orchestrator.core.policy.acceptance import TextAcceptance
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import CopyRound, Lookup, Proposal, propose_copy
 from outrider.orchestrator.events import Admit
@@ -320,13 +320,13 @@ class DraftState:
 class PlanState:
     """How the rounds of a request are made: its `plan`, and what it is based on.
 
-    `text`: the profile of the text's kind. `silent_rounds`: the latest rounds in which an in-process drafter proposed
+    `text`: the acceptance in this text. `silent_rounds`: the latest rounds in which an in-process drafter proposed
     nothing; `left_out`: those that are no longer used. `pending_copy`: what n-grams alone would verify in the round
     under way. `copy_round`: the round of n-grams alone whose tokens are not all known yet.
     """
 
     plan: Arm
-    text: TextProfile
+    text: TextAcceptance
     silent_rounds: Counter[str] = field(default_factory=Counter)
     left_out: set[str] = field(default_factory=set)
     pending_copy: CopyRound | None = None

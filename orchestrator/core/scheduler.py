@@ -317,8 +317,8 @@ class Scheduler:
             admit = replace(admit, mode="ar")
         drafters = workers.drafters() if admit.can_use_draft_workers else set()
         tokens = [*admit.tokens, *admit.resume_tokens]
-        guessed_kind = classify_text(tokens, admit.sampling.grammar is not None, admit.code)
-        text = planner.profiles.open(guessed_kind, admit.sampling.temp == 0)
+        kind = classify_text(tokens, admit.sampling.grammar is not None, admit.code)
+        text = planner.open_text(kind, admit.sampling.temp == 0)
         plan, notes = planner.first_plan(admit, len(drafters), text)
         return Request(
             admit,

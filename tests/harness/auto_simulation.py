@@ -18,7 +18,7 @@ from outrider.orchestrator.core.policy.acceptance import (
     CONSTRAINED_TEXT,
     GENERAL_TEXT,
     REPEATING_TEXT,
-    TextProfile,
+    TextAcceptance,
 )
 from outrider.orchestrator.core.policy.forecasts import CANDIDATE_DEPTHS, Arm
 from outrider.orchestrator.events import Admit
@@ -61,7 +61,7 @@ class SimulatedMachine:
     rng: random.Random
     planner: Planner | None = None
 
-    def round(self, kind: str, plan: Arm, text: TextProfile | None = None) -> tuple[int, float]:
+    def round(self, kind: str, plan: Arm, text: TextAcceptance | None = None) -> tuple[int, float]:
         """Simulates a round of this plan in a text of this class. Returns its tokens and duration."""
         if plan.mode == "ar":
             return 1, PLAIN_MS
@@ -76,7 +76,7 @@ class SimulatedMachine:
         return next((place for place in range(depth) if self.rng.random() >= chance), depth)
 
     def _record_round(
-        self, kind: str, plan: Arm, depth: int, accepted: int, hit: bool, took_ms: float, text: TextProfile | None
+        self, kind: str, plan: Arm, depth: int, accepted: int, hit: bool, took_ms: float, text: TextAcceptance | None
     ) -> None:
         if self.planner is None or text is None:
             return
@@ -85,12 +85,10 @@ class SimulatedMachine:
         copied = self._accepted_tokens(ACCEPTANCE[kind][NGRAM], COPY_TOKENS)
         estimates.copied.add(Copy((1,) * COPY_TOKENS, 3), (1,) * copied + (0,))
         estimates.copies.add(COPY_TOKENS, copied)
-        texts = self.planner.profiles
-        texts.observe(text, NGRAM, COPY_TOKENS, copied)
-        texts.observe_copies(text, COPY_TOKENS, copied)
+        text.observe_copies(COPY_TOKENS, copied)
         if plan.drafter == NGRAM:
             return
-        texts.observe(text, plan.drafter, depth, accepted)
+        text.observe(plan.drafter, depth, accepted)
         if plan.mode == "ssd":
             estimates.observe_lookup(hit, plan.branches)
             estimates.observe_depth(plan.branches, STEP_MS[WORKER])
@@ -179,7 +177,7 @@ def _simulate_text(
     planner: Planner, machine: SimulatedMachine, admit: Admit, kind: str, tokens: int, detected: str
 ) -> tuple[int, float]:
     generated, took_ms = 0, 0.0
-    text = planner.profiles.open(detected, greedy=True)
+    text = planner.open_text(detected, greedy=True)
     while generated < tokens:
         policy = planner._policy(admit, planner._sources(admit.drafter, 1), text)
         plan = policy.plan()

@@ -16,7 +16,7 @@ from outrider.orchestrator.core.policy.acceptance import (
     CONSTRAINED_TEXT,
     GENERAL_TEXT,
     REPEATING_TEXT,
-    TextProfile,
+    TextAcceptance,
     classify_text,
 )
 from outrider.orchestrator.core.policy.constants import POLICY
@@ -52,8 +52,8 @@ def plan(found: Planner, admit: Admit, workers: int = 1) -> Arm:
     return found.first_plan(admit, workers, new_text(found))[0]
 
 
-def new_text(found: Planner, kind: str = GENERAL_TEXT) -> TextProfile:
-    return found.profiles.open(kind, greedy=True)
+def new_text(found: Planner, kind: str = GENERAL_TEXT) -> TextAcceptance:
+    return found.open_text(kind, greedy=True)
 
 
 def test_default_drafter_is_a_worker_then_a_head_then_ngrams() -> None:

@@ -78,7 +78,7 @@ def test_rates_of_other_kinds_and_loads_outlive_a_server_that_does_not_measure_t
     record = trained_estimates().snapshot(stored, 0.0)
     for milliseconds in (10.0, 20.0):  # both servers measure the same arm
         planner = Planner(round_settings(4, 16), memory=[record])
-        policy = planner._policy(ADMIT, planner._sources("", 1), planner.profiles.open(GENERAL_TEXT, greedy=True))
+        policy = planner._policy(ADMIT, planner._sources("", 1), planner.open_text(GENERAL_TEXT, greedy=True))
         for _ in range(POLICY.min_episode_rounds):
             policy.observe_round(policy.plan(), 2, milliseconds)
         (record,) = planner.learned()

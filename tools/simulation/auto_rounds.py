@@ -17,7 +17,7 @@ from typing import cast
 
 from outrider.drafters.fan_out import best_first
 from outrider.orchestrator.core.planner import Planner
-from outrider.orchestrator.core.policy.acceptance import TextProfile, classify_text
+from outrider.orchestrator.core.policy.acceptance import TextAcceptance, classify_text
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import (
     CopiedTail,
@@ -93,10 +93,10 @@ class BranchState:
 
 
 class Text:
-    """One text and its random outcomes, generated up to position `at`; the server sets its `profile`."""
+    """One text and its random outcomes, generated up to position `at`; the server sets its `acceptance`."""
 
     is_empty = False
-    profile: TextProfile
+    acceptance: TextAcceptance
 
     def __init__(self, kind: TextKind, profile: Profile, length: int, rng: random.Random) -> None:
         self.kind, self.length, self.at = kind, length, 0
@@ -184,7 +184,7 @@ class Server:
         running, spent, unread = list(texts), 0.0, float(reading)
         for text in running:
             looks = classify_text(text.prompt, False, text.kind.is_code_like)
-            text.profile = self.planner.profiles.open(looks, greedy=True)
+            text.acceptance = self.planner.open_text(looks, greedy=True)
         self.planner.set_load(len(running), unread > 0)
         while running:
             spent += self._round(running, 1.35 if unread > 0 else 1.0)
@@ -197,7 +197,7 @@ class Server:
 
     def _round(self, texts: Sequence[Text], reading: float) -> float:
         planner, e, count = self.planner, self.planner.estimates, len(texts)
-        policy = planner._policy(ADMIT, planner._sources("", 1 if self._has_worker else 0), texts[0].profile)
+        policy = planner._policy(ADMIT, planner._sources("", 1 if self._has_worker else 0), texts[0].acceptance)
         plan = self.plan or policy.plan()
         self.plans[plan] += 1
         steps = [self._step(text, plan, count) for text in texts]
@@ -221,7 +221,7 @@ class Server:
             e.observe_verify(rows, verify_ms, rows // count, resting)
         for text, step in zip(texts, steps, strict=True):
             self._record_round(text, step, plan, round_ms, verify_ms, count)
-            policy.acceptance = text.profile.acceptance if count == 1 else policy.acceptance
+            policy.acceptance = text.acceptance if count == 1 else policy.acceptance
             if text.rounds > 1:
                 policy.observe_round(plan, step.committed, round_ms, step.proposal.lookup.found)
         self._last = plan
@@ -233,7 +233,7 @@ class Server:
 
     def _record_round(self, text: Text, step: Step, plan: Arm, round_ms: float, verify_ms: float, count: int) -> None:
         """Reports a round as `Planner.on_outcome` does, and lets the draft worker work ahead."""
-        e, proposal, profile = self.planner.estimates, step.proposal, text.profile
+        e, proposal = self.planner.estimates, step.proposal
         nodes = text.accepted(proposal)
         committed = tuple(range(text.at + 1, text.at + len(nodes) + 2))
         step.committed, along = len(committed), proposal.count_on_chain(nodes)
@@ -244,7 +244,7 @@ class Server:
             e.pipelined_ms.add(count, round_ms)
         else:
             if count == 1:
-                self.planner.profiles.observe(profile, own, drafted, along)
+                text.acceptance.observe(own, drafted, along)
             if own:
                 e.in_process[own].observe(drafted, along, step.in_process_ms)
             else:
@@ -262,10 +262,8 @@ class Server:
 
     def _judge_copy(self, text: Text, proposal: Proposal, committed: Sequence[int], count: int) -> None:
         """Reports how copies would have done, as `Planner` does."""
-        e, profiles, copy, drafted = self.planner.estimates, self.planner.profiles, text.copy, proposal.drafter_nodes
-        correct = e.copied.add(copy, committed)
-        if count == 1:
-            profiles.observe(text.profile, NGRAM, min(len(copy.chain), len(committed)), correct)
+        e, copy, drafted = self.planner.estimates, text.copy, proposal.drafter_nodes
+        e.copied.add(copy, committed)
         if drafted and copy.chain and proposal.chain[drafted[0]] != copy.chain[0]:
             e.alternatives.add(copy, committed)
         text.at += len(committed)
@@ -276,7 +274,7 @@ class Server:
                 return
             e.copies.add(round_.rows, right)
             if count == 1:
-                profiles.observe_copies(text.profile, round_.rows, right)
+                text.acceptance.observe_copies(round_.rows, right)
         text.copy_round = CopyRound(text.at, text.copy, len(best_tail(e, text.copy).tokens))
 
     def _work_ahead(

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from outrider.orchestrator.core.policy.constants import POLICY
-from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import InProcessDrafter
 
 if TYPE_CHECKING:
     from outrider.orchestrator.core.policy.estimates import Estimates
 
 MAX_POSITIONS = 64
-MIN_PROBABILITY = 0.02  # in a log-probability, so that no single chain decides
 GENERAL_TEXT, REPEATING_TEXT, CONSTRAINED_TEXT, CODE_TEXT = "", "repeating", "constrained", "code"
-
-# The kinds that a prompt only suggests; a grammar is certain.
-GUESSED_KINDS = (GENERAL_TEXT, CODE_TEXT, REPEATING_TEXT)
 
 
 class Average:
@@ -114,15 +107,6 @@ class Acceptance:
         """Returns the prior at a position, without this object's own chains: they must not count at two levels."""
         return self.prior.rate(position, without=self) if isinstance(self.prior, Acceptance) else self.prior
 
-    def log_likelihood(self, chain_length: int, accepted: int) -> float:
-        """Returns the log-probability that exactly `accepted` tokens of a chain are accepted."""
-        rates = [
-            min(max(self.rate(i), MIN_PROBABILITY), 1.0 - MIN_PROBABILITY)
-            for i in range(min(accepted + 1, chain_length))
-        ]
-        rejected = math.log(1.0 - rates[accepted]) if accepted < chain_length else 0.0
-        return rejected + sum(map(math.log, rates[:accepted]))
-
     def reach(self, position: int) -> float:
         """Returns the probability that chain token `position` and all before it are accepted."""
         return math.prod(self.rate(i) for i in range(position + 1))
@@ -189,49 +173,45 @@ class InProcessStats:
 
 
 class TextAcceptance:
-    """The acceptance in one text or kind of text, after `rounds` chains: that of the level `above`, moved by its own
-    rounds. A text begins with the acceptance of its kind, and a kind with that of all texts, drafter by drafter. A text
-    may move to another kind; its own rounds still count."""
+    """The acceptance in one text or in a `kind` of text: that of the level `above`, moved by its own rounds.
 
-    def __init__(self, above: Estimates | TextAcceptance) -> None:
-        self.above = above
-        self.rounds = 0
+    A text begins with the acceptance of its kind, and a kind with that of all texts, drafter by drafter. The rounds of
+    a text also count for its kind.
+    """
+
+    def __init__(self, above: Estimates | TextAcceptance, kind: str = GENERAL_TEXT) -> None:
+        self.kind = kind
+        self._above = above
         self._drafted: dict[str, Acceptance] = {}
-        self._copied = Acceptance(prior=POLICY.prior_copied, positions=2)
         self._copies = CopyStats()
 
     def acceptance_of(self, drafter: str = "") -> Acceptance:
         """Returns the drafter's acceptance."""
         acceptance = self._drafted.get(drafter)
         if acceptance is None:
-            is_text = isinstance(self.above, TextAcceptance)
+            is_text = isinstance(self._above, TextAcceptance)
             acceptance = self._drafted[drafter] = ScaledAcceptance() if is_text else Acceptance()
-        acceptance.prior = self.above.acceptance_of(drafter)
+            acceptance.prior = self._above.acceptance_of(drafter)
         return acceptance
 
     @property
     def copies(self) -> CopyStats:
         """The rounds that n-grams alone would make."""
-        return self._copies if self._copies.share.is_known else self.above.copies
+        return self._copies if self._copies.share.is_known else self._above.copies
 
     def observe(self, drafter: str, drafted: int, accepted: int) -> None:
-        """Records a verified chain of a drafter, or a copy (`NGRAM`), verified or not, with this many right tokens."""
-        if drafter == NGRAM:
-            self._copied.add(drafted, accepted)
-        else:
-            self.rounds += 1
-            self.acceptance_of(drafter).add(drafted, min(accepted, drafted))
+        """Records a verified chain of a drafter."""
+        self.acceptance_of(drafter).add(drafted, min(accepted, drafted))
+        if isinstance(self._above, TextAcceptance):
+            self._above.observe(drafter, drafted, accepted)
 
     def observe_copies(self, rows: int, right: int) -> None:
         """Records a round that n-grams alone would have made (`CopyStats`)."""
         if not self._copies.share.is_known:
-            self._copies = deepcopy(self.above.copies)
+            self._copies = deepcopy(self._above.copies)
         self._copies.add(rows, right)
-
-    def log_likelihood(self, drafter: str, drafted: int, accepted: int) -> float:
-        """Returns the log-probability that exactly `accepted` tokens of a chain are accepted."""
-        acceptance = self._copied if drafter == NGRAM else self.acceptance_of(drafter)
-        return acceptance.log_likelihood(drafted, accepted)
+        if isinstance(self._above, TextAcceptance):
+            self._above.observe_copies(rows, right)
 
 
 def classify_text(tokens: Sequence[int], constrained: bool, code: bool = False) -> str:
@@ -247,57 +227,3 @@ def classify_text(tokens: Sequence[int], constrained: bool, code: bool = False) 
     if len(pairs) < POLICY.min_repeat_pairs:
         return other
     return REPEATING_TEXT if len(pairs) - len(set(pairs)) >= POLICY.repeated_share * len(pairs) else other
-
-
-@dataclass(slots=True)
-class TextProfile:
-    """The state of one text: its presumed `kind`, whether its temperature is 0 (`greedy`), and for each possible kind
-    the log-probability of its rounds (`scores`)."""
-
-    kind: str
-    greedy: bool
-    scores: dict[str, float]
-    acceptance: TextAcceptance
-
-
-class TextProfiles:
-    """The acceptance in each kind of text, by greedy or not, and of which kind each text is.
-
-    The prompt gives a first guess, the rounds decide. A drafter that does badly in texts of one kind and well in those
-    of another soon reveals the kind; from then on the acceptance of that kind is expected in the text, also for
-    drafters that have not drafted for it yet.
-    """
-
-    def __init__(self, estimates: Estimates) -> None:
-        self._kinds = defaultdict[tuple[str, bool], TextAcceptance](lambda: TextAcceptance(estimates))
-
-    def of_kind(self, kind: str, greedy: bool) -> TextAcceptance:
-        """Returns the acceptance in texts of this kind."""
-        return self._kinds[kind, greedy]
-
-    def open(self, guessed_kind: str, greedy: bool) -> TextProfile:
-        """Returns the profile of a new text, of which the prompt suggests this kind."""
-        others = [
-            kind
-            for kind in GUESSED_KINDS
-            if guessed_kind in GUESSED_KINDS and self.of_kind(kind, greedy).rounds >= POLICY.min_known_rounds
-        ]
-        scores = dict.fromkeys(others, -POLICY.kind_switch_logprob) | {guessed_kind: 0.0}
-        return TextProfile(guessed_kind, greedy, scores, TextAcceptance(self.of_kind(guessed_kind, greedy)))
-
-    def observe(self, text: TextProfile, drafter: str, drafted: int, accepted: int) -> None:
-        """Records a chain or copy in a text and in its kind: that in which the text's rounds are likeliest so far."""
-        if drafted:
-            for kind in text.scores:
-                text.scores[kind] += self.of_kind(kind, text.greedy).log_likelihood(drafter, drafted, accepted)
-            best = max(text.scores, key=text.scores.__getitem__)
-            if text.scores[best] > text.scores[text.kind]:
-                text.kind = best
-            text.acceptance.above = self.of_kind(text.kind, text.greedy)
-        for acceptance in (text.acceptance, self.of_kind(text.kind, text.greedy)):
-            acceptance.observe(drafter, drafted, accepted)
-
-    def observe_copies(self, text: TextProfile, rows: int, right: int) -> None:
-        """Records a round that n-grams alone would have made, in a text and in its kind."""
-        for acceptance in (text.acceptance, self.of_kind(text.kind, text.greedy)):
-            acceptance.observe_copies(rows, right)

@@ -29,7 +29,6 @@ class PolicyConstants:
     # Texts and their kinds.
     prior_rejections: float = 3.0  # weight of the kind's acceptance in one text, in rejections; at 1.5 or 8 -0.3
     optimism: float = 0.75  # a text begins with this share of its kind's rejections; at 0.5 -0.6, at 1 the worst -10
-    kind_switch_logprob: float = 2.0  # log-probability by which another kind must fit the rounds better; never: -0.2
     max_repeat_tokens: int = 512  # newest tokens of a prompt checked for repetition; all: -0.2, the worst -7
     min_repeat_pairs: int = 24  # fewer pairs of tokens show nothing (test_drafters.py)
     repeated_share: float = 0.3  # share of pairs that repeat in a repeating text (test_drafters.py)
