@@ -1,4 +1,4 @@
-"""Tries a draft's Core ML packages in every mode, with every kind of weights and compute unit, and prints a table.
+"""Tries a draft's Core ML packages with every kind of weights on every compute unit, and prints a table.
 
 `launch/mac_check.sh` runs it on a Mac. Each trial runs in a process of its own, because it may crash. On other systems
 the interpreter of `tests.harness` replaces the device, to test the survey itself.
@@ -20,7 +20,6 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafters.coreml import trial
-from outrider.drafters.coreml.layout import Mode
 from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.selection import Packages
 from outrider.drafters.coreml.trial import TrialResult
@@ -28,7 +27,7 @@ from outrider.engine.loading import load as load_model
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.pairing.model_files import find_model
 
-COLUMNS = ("mode", "weights", "units", "good", "agreement", "distance", "compile s", "load s", "q1 ms", "q8 ms",
+COLUMNS = ("weights", "units", "good", "agreement", "distance", "compile s", "load s", "q1 ms", "q8 ms",
            "q16 ms", "q32 ms", "prefill64 ms", "engine share q1", "why not")  # fmt: skip
 _MAC_UNITS = (("CPU_AND_NE", ("fp16", "int8")), ("CPU_ONLY", ("fp16", "int8")), ("CPU_AND_GPU", ("fp16", "int4")))
 _OTHER_UNITS = (("CPU_ONLY", ("fp16", "int8", "int4")),)
@@ -37,7 +36,7 @@ _DECODE_STEPS = 60
 
 def row_cells(row: TrialResult) -> tuple[str, ...]:
     """Returns the cells of a table row."""
-    head = (row.options.mode.value, row.options.weights, row.units, "NO" if row.reason else "yes")
+    head = (row.options.weights, row.units, "NO" if row.reason else "yes")
     if row.trial is None:
         return (*head, *[""] * (len(COLUMNS) - len(head) - 1), row.reason)
     found = row.trial
@@ -48,12 +47,11 @@ def row_cells(row: TrialResult) -> tuple[str, ...]:
 
 
 def run_survey(packages: Packages, predictions: int) -> Iterator[TrialResult]:
-    """Converts the draft for each mode and weight kind, and tries each package on its compute units."""
-    for mode in Mode:
-        for units, kinds in _MAC_UNITS if sys.platform == "darwin" else _OTHER_UNITS:
-            for weights in kinds:
-                options = replace(packages.variants[0], mode=mode, weights=weights)
-                yield trial.run_trial(packages.get(options), units, predictions)
+    """Converts the draft with each kind of weights, and tries each package on its compute units."""
+    for units, kinds in _MAC_UNITS if sys.platform == "darwin" else _OTHER_UNITS:
+        for weights in kinds:
+            options = replace(packages.variants[0], weights=weights)
+            yield trial.run_trial(packages.get(options), units, predictions)
 
 
 def measure_slowdown(target: str, package: Package, units: str) -> str:

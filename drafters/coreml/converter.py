@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from glob import escape
 from importlib.metadata import version
-from itertools import permutations, product
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from outrider import __version__
 from outrider.drafters.coreml import package
-from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, Options, PackageFunction, PackageLayout
+from outrider.drafters.coreml.layout import DecoderArchitecture, Options, PackageFunction, PackageLayout
 from outrider.drafters.coreml.package import Manifest, import_coremltools
 from outrider.drafters.coreml.weights import EMBEDDING, GROUP_SIZE, HEAD, NORM, Checkpoint, DenseMatrix, Weights, to_mlx
 from outrider.protocol.digest import file_hash, model_digest, read_json
@@ -44,7 +44,8 @@ class _GraphBuilder:
     mask over [slots of the cache | the rows themselves] in place of the tree.
 
     `_past` and `_new` hold the keys "k" and values "v" of each layer, (1, kv_heads, slots or rows, head_dim): the cache
-    before the call, and the call's rows.
+    before the call, and the call's rows. The outputs are the new rows of all layers, `k_new` and `v_new` (layers,
+    kv_heads, rows, head_dim), and the logits (1, chunk, 1, rows) of each chunk of the vocabulary.
     """
 
     def __init__(self, layout: PackageLayout, weights: Weights, function: PackageFunction) -> None:
@@ -59,9 +60,14 @@ class _GraphBuilder:
 
     def build(self) -> Any:
         target = import_coremltools().target.iOS18
-        with self._mil.Function(self._input_specs(), opset_version=target) as function:
+        number = self._mil.types.fp32 if self._float is np.float32 else self._mil.types.fp16
+        inputs = {
+            name: self._mb.placeholder(shape=shape, dtype=number, name=name)
+            for name, shape in self._layout.inputs(self._function).items()
+        }
+        with self._mil.Function(inputs, opset_version=target) as function:
             self._inputs = function.inputs
-            self._past: dict[str, list[Any]] = self._read_past()
+            self._past = {kind: self._split(self._inputs[f"{kind}_past"]) for kind in "kv"}
             self._new: dict[str, list[Any]] = {"k": [], "v": []}
             x, last = self._inputs["x"], self._sizes.layers - 1
             for layer in range(self._sizes.layers):
@@ -70,59 +76,11 @@ class _GraphBuilder:
                 self._append_kv(f"{name}.self_attn", normed)
                 if self._function.logits or layer < last or layer == 0:  # a prefill only fills the cache
                     x = self._build_layer(name, x, normed, layer)
-            self._write_states()
-            output_names = {tensor.name for tensor in self._layout.outputs(self._function)}
-            outputs = [
-                self._concat(self._new[kind], 0, f"{kind}_new") for kind in "kv" if f"{kind}_new" in output_names
-            ]
+            outputs = [self._concat(self._new[kind], 0, f"{kind}_new") for kind in "kv"]
             if self._function.logits:
                 outputs += self._project_logits(x)
             function.set_outputs(outputs)
         return function
-
-    # --- inputs and cache ---------------------------------------------------------------------------------------
-
-    def _input_specs(self) -> dict[str, Any]:
-        specs = {}
-        number = self._mil.types.fp32 if self._float is np.float32 else self._mil.types.fp16
-        for tensor in self._layout.inputs(self._function):
-            dtype = self._mil.types.int32 if tensor.integer else number
-            specs[tensor.name] = self._mb.placeholder(shape=tensor.shape, dtype=dtype, name=tensor.name)
-        for tensor in self._layout.states():
-            specs[tensor.name] = self._mb.StateTensorSpec(tensor.shape, self._mil.types.fp16)
-        return specs
-
-    def _read_past(self) -> dict[str, list[Any]]:
-        inputs, layers, read = self._inputs, range(self._sizes.layers), self._mb.read_state
-        match self._layout.mode:
-            case Mode.STATELESS:
-                return {kind: self._split(inputs[f"{kind}_past"]) for kind in "kv"}
-            case Mode.HYBRID:
-                return {kind: [read(input=inputs[f"{kind}_state_{i}"]) for i in layers] for kind in "kv"}
-            case Mode.ONEHOT:
-                self._full_states = {kind: read(input=inputs[f"{kind}_state"]) for kind in "kv"}
-                return {kind: self._split(whole) for kind, whole in self._full_states.items()}
-
-    def _write_states(self) -> None:
-        """Writes the new rows into the states, if the package has states."""
-        mb, inputs = self._mb, self._inputs
-        if self._layout.mode is Mode.ONEHOT:
-            write = inputs["write"]
-            keep = mb.sub(x=np.float16(1), y=mb.reduce_sum(x=write, axes=[-1], keep_dims=True))
-            for kind in "kv":
-                kept = mb.mul(x=self._full_states[kind], y=keep)
-                moved = mb.matmul(x=write, y=self._concat(self._new[kind], 0))
-                mb.coreml_update_state(state=inputs[f"{kind}_state"], value=mb.add(x=kept, y=moved))
-        if self._layout.mode is Mode.HYBRID:
-            zero, past = np.zeros(1, np.int32), mb.add(x=inputs["pos"], y=np.int32(self._rows))
-            begin = mb.concat(values=[zero, zero, inputs["pos"], zero], axis=0)
-            end = mb.concat(values=[zero, zero, past, zero], axis=0)
-            window = {"begin": begin, "end": end, "end_mask": [True, True, False, True]}  # slots [pos, pos + rows)
-            for layer, kind in product(range(self._sizes.layers), "kv"):
-                update = mb.slice_update(x=self._past[kind][layer], update=self._new[kind][layer], **window)
-                mb.coreml_update_state(state=inputs[f"{kind}_state_{layer}"], value=update)
-
-    # --- the decoder --------------------------------------------------------------------------------------------
 
     def _build_layer(self, name: str, x: Any, normed: Any, layer: int) -> Any:
         mb = self._mb
@@ -315,7 +273,7 @@ def write_package(
     sizes = checkpoint.architecture
     if options.context > sizes.max_positions:
         raise InvalidRequest(f"context is {options.context}; this model has {sizes.max_positions} positions")
-    layout = PackageLayout(sizes, options.mode, options.weights, options.context)
+    layout = PackageLayout(sizes, options.weights, options.context)
     _check_space(directory, layout, copies)
     rope = checkpoint.rope(layout.context)
     weights = checkpoint.read(partial(progress, "reading weights"))

@@ -103,7 +103,7 @@ def measure_core_ml(packages: Packages, try_now: bool) -> list[Placement]:
 
 
 def _trial_placement(row: TrialResult) -> Placement:
-    name = f"Core ML on {row.units}, {row.options}"
+    name = f"Core ML on {row.units}, {row.options.weights}"
     if row.trial is None:
         return Placement(name, False, note=row.reason)
     ms, share = row.trial.ms, row.trial.engine_share.get("q1")

@@ -19,7 +19,7 @@ from outrider.drafters.coreml.layout import Options, PackageLayout
 from outrider.protocol.digest import file_hash, model_digest
 from outrider.protocol.errors import ModelError
 
-MANIFEST_FORMAT = 4
+MANIFEST_FORMAT = 5
 MANIFEST_FILE = "manifest.json"
 MLPACKAGE = "model.mlpackage"
 EMBEDDING_FILE = "embedding.npy"
@@ -117,7 +117,7 @@ class Package:
 
     @property
     def options(self) -> Options:
-        return Options(self.layout.mode, self.layout.weights, self.layout.context)
+        return Options(self.layout.weights, self.layout.context)
 
     @property
     def mlpackage(self) -> Path:

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +23,13 @@ from numpy.typing import NDArray
 from outrider.drafters.coreml.package import Package, import_coremltools
 from outrider.protocol.errors import ModelError, OutriderError, WorkerError, first_line
 
-Inputs = Mapping[str, NDArray[Any]]
+Inputs = Mapping[str, NDArray[np.float32]]
 Outputs = dict[str, NDArray[np.float32]]
-
-RuntimeState = Any
-"""One request's cache inside a runtime; opaque to the host."""
 
 COMPUTE_UNITS = ("CPU_AND_NE", "CPU_AND_GPU", "CPU_ONLY", "ALL")
 STAND_IN_VARIABLE = "OUTRIDER_COREML_STAND_IN"
 MACOS_ONLY_MESSAGE = "Core ML runs packages on macOS 15 or newer only"
 NO_COREMLTOOLS_MESSAGE = "Core ML needs coremltools, which is not installed and needs Python 3.13 or older"
-_DRAFTING_OFF = "; drafting is off for this request"
 _CONSTANT_OPERATORS = ("const", "constexpr")
 
 
@@ -49,7 +44,7 @@ class RuntimeFault(WorkerError):
 def unavailable_reason() -> str:
     """Returns why packages can't run on this system; "" if they can."""
     macos = int(platform.mac_ver()[0].partition(".")[0] or 0)  # 0: another system
-    if macos < 15 and STAND_IN_VARIABLE not in os.environ:  # older ones know neither functions of a model nor states
+    if macos < 15 and STAND_IN_VARIABLE not in os.environ:  # older ones know no functions of a model
         return MACOS_ONLY_MESSAGE
     return NO_COREMLTOOLS_MESSAGE if find_spec("coremltools") is None else ""
 
@@ -81,7 +76,6 @@ class CoreMLRuntime:
 
     def __init__(self, package: Package, units: str, functions: Sequence[str] | None = None) -> None:
         self.name = f"Core ML on {units}"
-        self._stateful = package.layout.mode.stateful
         started = time.monotonic()
         compiled = ensure_compiled(package)
         self.compile_seconds = time.monotonic() - started
@@ -97,25 +91,14 @@ class CoreMLRuntime:
                 for name in functions or [function.name for function in package.layout.functions]
             }
 
-    def new_state(self) -> RuntimeState | None:
-        """Returns an empty cache; None for a package whose cache is owned by the host."""
-        if not self._stateful:
-            return None
-        with _convert_errors(f"{self.name} failed", RuntimeFault, _DRAFTING_OFF):
-            state: RuntimeState = next(iter(self._models.values())).make_state()
-        return state
-
-    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
-        """Runs `function`. Inputs are float32 (int32 for positions) of the shapes in the package's layout.
+    def call(self, function: str, inputs: Inputs) -> Outputs:
+        """Runs `function`, which was loaded. Inputs are float32, of the shapes in the package's layout.
 
         The input arrays remain the caller's: it may write to them after the call, and must never free them between
         calls. Raises RuntimeFault if the device fails.
         """
-        model = self._models.get(function)
-        if model is None:
-            raise RuntimeFault(f"the function {function} was not loaded; loaded are {', '.join(self._models)}")
-        with _convert_errors(f"{self.name} failed", RuntimeFault, _DRAFTING_OFF):
-            outputs = model.predict(dict(inputs), state)
+        with _convert_errors(f"{self.name} failed", RuntimeFault, "; drafting is off for this request"):
+            outputs = self._models[function].predict(dict(inputs))
         return {name: np.asarray(array, np.float32) for name, array in outputs.items()}
 
 

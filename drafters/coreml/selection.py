@@ -15,7 +15,7 @@ from pathlib import Path
 from outrider.drafters.coreml import layout, package, runtimes, trial
 from outrider.drafters.coreml.converter import write_error, write_package
 from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
-from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Mode, Options
+from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Options
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import open_runtime
 from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
@@ -27,8 +27,7 @@ from outrider.protocol.errors import InvalidRequest, ModelError
 log = logging.getLogger(__name__)
 
 PREFERRED_UNITS = ("CPU_AND_NE", "CPU_ONLY")
-PACKAGE_VARIANTS = tuple((mode, weights) for weights in ("fp16", "int8") for mode in Mode)
-"""In the order of trials: fp16 before int8, and the mode that the Neural Engine accepts most often first."""
+TRIED_WEIGHTS = ("fp16", "int8")  # in the order of trials
 _MAX_COST_RATIO = 0.9  # a later variant must take less than this share of the time of an earlier one
 
 ProgressCallback = Callable[[str], None]
@@ -44,7 +43,7 @@ class Packages:
         """`progress` receives each stage of a conversion once."""
         self.checkpoint, self.source_hash, self._progress = checkpoint, model_digest(checkpoint), progress
         context = min(DEFAULT_CONTEXT, layout.read_architecture(read_config(checkpoint)).max_positions)
-        self.variants = tuple(Options(mode, weights, context) for mode, weights in PACKAGE_VARIANTS)
+        self.variants = tuple(Options(weights, context) for weights in TRIED_WEIGHTS)
 
     def is_converted(self, variant: Options) -> bool:
         """Whether the package exists already."""
@@ -76,7 +75,7 @@ class Packages:
             self._progress(f"converting the draft for Core ML: {stage}")
 
     def _directory(self, variant: Options) -> Path:
-        key = f"{self.source_hash}-{variant.mode.value}-{variant.weights}-{variant.context}"
+        key = f"{self.source_hash}-{variant.weights}-{variant.context}"
         return cache_folder() / "coreml" / "packages" / f"{key}.{package.MANIFEST_FORMAT}"
 
 
@@ -137,10 +136,12 @@ def select_package(packages: PackageSource, progress: ProgressCallback, thorough
     for form in new if thorough else ():
         if chosen is None or form != chosen.options:
             packages.discard(form)
-    rejections = "; ".join(f"{row.units}, {row.options}: {row.reason}" for row in rows if row.reason)
+    rejections = "; ".join(f"{row.units}, {row.options.weights}: {row.reason}" for row in rows if row.reason)
     if chosen is None or chosen.trial is None:
         return Selection(f"Core ML does not help this draft on this machine ({rejections})")
-    sentence = f"drafting with Core ML on {chosen.units}, {chosen.options}, {chosen.trial.ms['q1']:.2f} ms a token"
+    sentence = (
+        f"drafting with Core ML on {chosen.units}, {chosen.options.weights}, {chosen.trial.ms['q1']:.2f} ms a token"
+    )
     return Selection(f"{sentence} ({rejections})" if rejections else sentence, packages.get(chosen.options), chosen)
 
 
@@ -159,7 +160,7 @@ def _run_trials(
             continue
         row = kept.find(package, units)
         if row is None:
-            progress(f"trying Core ML on {units} with this draft, {form} (once)")
+            progress(f"trying Core ML on {units} with this draft, {form.weights} (once)")
             row = trial.run_trial(package, units)
             kept.add(row)
         rows.append(row)

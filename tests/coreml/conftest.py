@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from outrider.drafters.coreml import runtimes, trial
 from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLKVRows, PackageHost
-from outrider.drafters.coreml.layout import Mode, Options
+from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import MODEL_PATH, WEIGHTS_PATH, Package, open_package
 from outrider.drafters.coreml.trial import Trial, TrialResult
 from tests import tiny
@@ -79,7 +79,6 @@ class Converted:
         while kv_rows.length < len(tokens):
             function = scored[turn % len(scored)]
             fresh = kv_rows.read(tokens[kv_rows.length : kv_rows.length + function.rows], function)
-            assert fresh.logits is not None
             rows.append(fresh.logits)
             turn += 1
         return np.concatenate(rows)
@@ -128,21 +127,19 @@ def _read_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def converted(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Converted]:
-    """`converted(family, mode="stateless", weights="fp16", context=256, **config) -> Converted`."""
+    """`converted(family, weights="fp16", context=256, **config) -> Converted`."""
     root = tmp_path_factory.mktemp("packages")
     made: dict[str, Converted] = {}
 
-    def make(
-        family: str = "llama", mode: str = "stateless", weights: str = "fp16", context: int = CONTEXT, **config: Any
-    ) -> Converted:
+    def make(family: str = "llama", weights: str = "fp16", context: int = CONTEXT, **config: Any) -> Converted:
         sizes = {**SIZES, **config}
         settings = {**tiny.BASE, **tiny.FAMILIES[family], **sizes}  # so that passing a default makes no second package
-        key = json.dumps([family, mode, weights, context, settings], sort_keys=True)
+        key = json.dumps([family, weights, context, settings], sort_keys=True)
         if key not in made:
             model = tiny_model(family, **sizes)
             directory = root / str(len(made))
             twin = root / f"{len(made)}-twin" if weights in ("int8", "int4") else None
-            convert(model, directory, Options(Mode(mode), weights, context), mlx_out=twin)
+            convert(model, directory, Options(weights, context), mlx_out=twin)
             made[key] = Converted(model, open_package(directory, source=model), twin)
         return made[key]
 

@@ -40,7 +40,7 @@ def test_one_model_makes_one_package_without_torch_or_tensorflow(
 ) -> None:
     model = tiny_model("qwen2", **{**SIZES, "num_hidden_layers": 1})
     out, twin = tmp_path / "deep" / "package", tmp_path / "twin"
-    line = ["convert", "--model", str(model), "--out", str(out), "--context", "64", "--mode", "hybrid",
+    line = ["convert", "--model", str(model), "--out", str(out), "--context", "64",
             "--weights", "int8", "--mlx-out", str(twin)]  # fmt: skip
     assert subprocess.run([sys.executable, "-c", KILLED, *line], timeout=200, check=False).returncode == -9
     assert any(out.parent.iterdir())
@@ -51,7 +51,7 @@ def test_one_model_makes_one_package_without_torch_or_tensorflow(
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["package"] == str(out) and report["mode"] == "hybrid" and report["weights"] == "int8"
+    assert report["package"] == str(out) and report["weights"] == "int8"
     assert report["functions"] == ["q1", "q8", "q16", "q32", "prefill64"] and report["bytes"] > report["parameters"] > 0
     assert done.stderr == "", "no progress without a terminal, and nothing of coremltools'"
     package = open_package(out, source=model)

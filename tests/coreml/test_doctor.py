@@ -51,7 +51,7 @@ def test_doctor_lists_the_placements_of_a_draft(
     if sys.platform == "darwin":
         pytest.skip("the list is another on a Mac")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setattr(selection, "PACKAGE_VARIANTS", selection.PACKAGE_VARIANTS[:1])
+    monkeypatch.setattr(selection, "TRIED_WEIGHTS", selection.TRIED_WEIGHTS[:1])
     monkeypatch.setattr(
         trial, "time_prompts", lambda package, units, model: PromptTimes(units, trial.mlx_and_device(), [64], [1], [2])
     )
@@ -66,7 +66,7 @@ def test_doctor_lists_the_placements_of_a_draft(
         places = doctor.create_report(str(model), try_now).placements
         assert [place.name for place in places] == [
             "ONNX Runtime on the CPU",
-            *(f"Core ML on {units}, stateless fp16" for units in ("CPU_AND_NE", "CPU_ONLY")),
+            *(f"Core ML on {units}, fp16" for units in ("CPU_AND_NE", "CPU_ONLY")),
             "prompts of a draft on MLX",
         ]
         assert all(place.usable and place.one_ms == 2.25 for place in places[1:3])
@@ -105,14 +105,14 @@ def test_trial_results_become_placements(
     assert [place.usable for place in untried] == [False, False] and "not measured yet" in untried[0].note
     store = TrialStore(packages.source_hash)
     slower = dataclasses.replace(GOOD, ms={name: 2 * ms for name, ms in GOOD.ms.items()})
-    hybrid = converted("llama", mode="hybrid").package
-    store.add(TrialResult(hybrid.options, hybrid.manifest.key, "CPU_AND_NE", slower))
+    int8 = converted("llama", weights="int8").package
+    store.add(TrialResult(int8.options, int8.manifest.key, "CPU_AND_NE", slower))
     store.add(TrialResult(package.options, package.manifest.key, "CPU_AND_NE", GOOD))
     store.add(TrialResult(package.options, package.manifest.key, "CPU_ONLY", None, "it crashed"))
     engine, other, cpu = doctor.measure_core_ml(packages, try_now=False)
     assert (engine.usable, engine.one_ms, engine.eight_ms, engine.engine_share) == (True, 2.25, 2.5, 0.97)
     assert [place.name for place in (engine, other)] == [
-        "Core ML on CPU_AND_NE, stateless fp16", "Core ML on CPU_AND_NE, hybrid fp16"
+        "Core ML on CPU_AND_NE, fp16", "Core ML on CPU_AND_NE, int8"
     ]  # fmt: skip
     assert not cpu.usable and cpu.note == "it crashed"
 
@@ -124,7 +124,7 @@ def test_missing_draft_is_a_one_line_error(capsys: pytest.CaptureFixture[str], m
     assert report.out == "" and report.err.count("\n") == 1
 
 
-def test_the_survey_has_a_row_for_every_mode_and_kind(
+def test_the_survey_has_a_row_for_every_kind_of_weights(
     converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sys.platform == "darwin":
@@ -140,11 +140,10 @@ def test_the_survey_has_a_row_for_every_mode_and_kind(
 
     monkeypatch.setattr(survey.trial, "run_trial", try_out)
     rows = [survey.row_cells(row) for row in survey.run_survey(packages, 50)]
-    assert len(rows) == 9 and tried == [("CPU_ONLY", 50)] * 9
+    assert len(rows) == 3 and tried == [("CPU_ONLY", 50)] * 3
     assert all(len(row) == len(survey.COLUMNS) for row in rows)
-    modes, kinds = ("stateless", "hybrid", "onehot"), ("fp16", "int8", "int4")
-    assert [row[:2] for row in rows] == [(mode, kind) for mode in modes for kind in kinds]
-    assert rows[1][-1] == "its trial was ended by SIGKILL" and rows[1][3] == "NO"
+    assert [row[0] for row in rows] == ["fp16", "int8", "int4"]
+    assert rows[1][-1] == "its trial was ended by SIGKILL" and rows[1][2] == "NO"
 
 
 def test_default_devices_are_left_as_they_were(tiny_model: Callable[..., Path]) -> None:

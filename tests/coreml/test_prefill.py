@@ -22,7 +22,6 @@ from outrider.drafters.coreml.runtimes import (
     Inputs,
     Outputs,
     RuntimeFault,
-    RuntimeState,
 )
 from outrider.drafters.coreml.selection import Packages
 from outrider.drafters.coreml.trial import TrialResult, TrialStore
@@ -42,13 +41,12 @@ Figure = Callable[[str, float], None]
 STEPS = 40
 NOISE = {"fp32": 1e-4, "fp16": 0.1}
 KINDS = [
-    ("llama", "stateless", "fp32", 2),
-    ("llama", "stateless", "fp32", 1),
-    ("llama", "stateless", "fp16", 2),
-    ("qwen3", "hybrid", "fp16", 2),
-    ("qwen3", "onehot", "fp16", 2),
+    ("llama", "fp32", 2),
+    ("llama", "fp32", 1),
+    ("llama", "fp16", 2),
+    ("qwen3", "fp16", 2),
 ]
-kinds = pytest.mark.parametrize(("family", "mode", "weights", "layers"), KINDS)
+kinds = pytest.mark.parametrize(("family", "weights", "layers"), KINDS)
 
 
 def reader_of(made: Converted, least: int = 1) -> PackageReader:
@@ -60,13 +58,12 @@ def test_mlx_continues_from_the_keys_and_values_of_the_package(
     converted: Callable[..., Converted],
     text: list[int],
     family: str,
-    mode: str,
     weights: str,
     layers: int,
     figure: Figure,
 ) -> None:
     """mlx-lm's own caches take the keys and values as they are."""
-    made = converted(family, mode=mode, weights=weights, num_hidden_layers=layers)
+    made = converted(family, weights=weights, num_hidden_layers=layers)
     model, prompt, rest = made.mlx(), text[:150], text[150 : 150 + STEPS]
     exact = made.mlx_logits(text)[150 : 150 + STEPS]
     caches, counts = make_prompt_cache(model), list[int]()
@@ -134,12 +131,9 @@ class FailingRuntime:
     def __init__(self, made: Converted, how: str) -> None:
         self._inner, self._how, self.calls = NumpyRuntime(made.package.path), how, 0
 
-    def new_state(self) -> RuntimeState | None:
-        return None
-
-    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
+    def call(self, function: str, inputs: Inputs) -> Outputs:
         self.calls += 1
-        outputs = self._inner.call(function, inputs, state)
+        outputs = self._inner.call(function, inputs)
         if self.calls > 1:
             if self._how == "dies":
                 raise RuntimeFault("the failing device is gone")

@@ -16,7 +16,7 @@ import pytest
 
 from outrider.drafters.coreml import converter
 from outrider.drafters.coreml.converter import convert
-from outrider.drafters.coreml.layout import Mode, Options, PackageLayout
+from outrider.drafters.coreml.layout import Options, PackageLayout
 from outrider.drafters.coreml.package import (
     EMBEDDING_FILE,
     EXPECTED_FILE,
@@ -188,8 +188,6 @@ def test_incompatible_options_are_refused(tiny_model: Model, tmp_path: Path) -> 
         Options(context=8)
     with pytest.raises(InvalidRequest, match="weights is 'int2'; expected one of"):
         Options(weights="int2")
-    with pytest.raises(InvalidRequest, match="states in float16 only"):
-        Options(mode=Mode.HYBRID, weights="fp32")
     model = tiny_model("llama", **SIZES, max_position_embeddings=128)
     assert "this model has 128 positions" in conversion_error(model, tmp_path, Options(context=256))
 
@@ -296,7 +294,7 @@ def test_changed_or_missing_package_file_is_refused(package_copy: Path, file: st
 def test_manifest_with_unknown_values_is_refused(package_copy: Path) -> None:
     file = package_copy / "manifest.json"
     manifest = json.loads(file.read_text())
-    manifest["layout"] |= {"mode": "sideways"}
+    manifest["layout"] |= {"context": "long"}
     file.write_text(json.dumps(manifest))
     assert "is not a manifest" in open_error(package_copy)
 
@@ -304,7 +302,7 @@ def test_manifest_with_unknown_values_is_refused(package_copy: Path) -> None:
 def test_invalid_or_missing_manifest_is_refused(package_copy: Path, tmp_path: Path) -> None:
     file = package_copy / "manifest.json"
     file.write_text('{"format": 99}')
-    assert "has format 99; this version reads 4" in open_error(package_copy)
+    assert "has format 99; this version reads 5" in open_error(package_copy)
     file.write_text("[]")
     assert "has format None" in open_error(package_copy)
     file.write_text("{")

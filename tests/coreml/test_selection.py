@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from outrider.drafters.coreml import selection, trial
-from outrider.drafters.coreml.layout import Mode, Options
+from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import MODEL_PATH, Package
-from outrider.drafters.coreml.selection import PACKAGE_VARIANTS, OnePackage, Packages, Selection
+from outrider.drafters.coreml.selection import TRIED_WEIGHTS, OnePackage, Packages, Selection
 from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import CONTEXT, GOOD, SIZES, Converted
 
-VARIANTS = tuple(Options(mode, weights, CONTEXT) for mode, weights in PACKAGE_VARIANTS)
-NAMES = [str(variant) for variant in VARIANTS]
+VARIANTS = tuple(Options(weights, CONTEXT) for weights in TRIED_WEIGHTS)
+NAMES = [variant.weights for variant in VARIANTS]
 KILLED = "its trial was ended by SIGKILL"
 
 
@@ -32,19 +32,19 @@ class PackagesOnDemand:
     source_hash: str = "0123456789abcdef0123"
 
     def is_converted(self, variant: Options) -> bool:
-        return str(variant) in self.existing
+        return variant.weights in self.existing
 
     def get(self, variant: Options) -> Package:
-        if str(variant) == self.refused:
+        if variant.weights == self.refused:
             raise ModelError("the disk is full")
-        self.existing.add(str(variant))
+        self.existing.add(variant.weights)
         package = self.converted("llama").package
-        layout = dataclasses.replace(package.layout, mode=variant.mode, weights=variant.weights)
-        files = package.manifest.files | {str(MODEL_PATH): f"{variant} of {package.manifest.key}"}
+        layout = dataclasses.replace(package.layout, weights=variant.weights)
+        files = package.manifest.files | {str(MODEL_PATH): f"{variant.weights} of {package.manifest.key}"}
         return dataclasses.replace(package, manifest=dataclasses.replace(package.manifest, layout=layout, files=files))
 
     def discard(self, variant: Options) -> None:
-        self.existing.discard(str(variant))
+        self.existing.discard(variant.weights)
 
 
 class ScriptedTrials:
@@ -54,8 +54,8 @@ class ScriptedTrials:
         self._results, self._final, self.tried = results, final, list[str]()
 
     def __call__(self, package: Package, units: str) -> TrialResult:
-        self.tried.append(f"{units} {package.options}")
-        end = self._results.get(f"{units} {package.options}", self._results.get(units, KILLED))
+        self.tried.append(f"{units} {package.options.weights}")
+        end = self._results.get(f"{units} {package.options.weights}", self._results.get(units, KILLED))
         row = TrialResult(package.options, package.manifest.key, units)
         if isinstance(end, str):
             return dataclasses.replace(row, reason=end, final=end == self._final)
@@ -93,25 +93,25 @@ def test_good_first_trial_on_the_neural_engine_ends_the_selection(
 ) -> None:
     script = ScriptedTrials({"CPU_AND_NE": 2.25})
     chosen, reported = choose(PackagesOnDemand(converted), script)
-    assert script.tried == ["CPU_AND_NE stateless fp16"] and units(chosen) == "CPU_AND_NE"
-    assert chosen.sentence == "drafting with Core ML on CPU_AND_NE, stateless fp16, 2.25 ms a token"
-    assert reported == ["trying Core ML on CPU_AND_NE with this draft, stateless fp16 (once)"]
+    assert script.tried == ["CPU_AND_NE fp16"] and units(chosen) == "CPU_AND_NE"
+    assert chosen.sentence == "drafting with Core ML on CPU_AND_NE, fp16, 2.25 ms a token"
+    assert reported == ["trying Core ML on CPU_AND_NE with this draft, fp16 (once)"]
 
 
-def test_other_modes_are_tried_before_other_units(converted: Callable[..., Converted], choose: Choose) -> None:
-    script, packages = ScriptedTrials({"CPU_AND_NE onehot fp16": 3.0, "CPU_ONLY": 1.0}), PackagesOnDemand(converted)
+def test_other_weights_are_tried_before_other_units(converted: Callable[..., Converted], choose: Choose) -> None:
+    script, packages = ScriptedTrials({"CPU_AND_NE int8": 3.0, "CPU_ONLY": 1.0}), PackagesOnDemand(converted)
     chosen, _ = choose(packages, script)
-    assert script.tried == [f"CPU_AND_NE {name}" for name in NAMES[:3]]
-    assert chosen.package is not None and chosen.package.layout.mode is Mode.ONEHOT
-    assert chosen.sentence.startswith("drafting with Core ML on CPU_AND_NE, onehot fp16, 3.00 ms a token (CPU_AND_NE, ")
-    assert f"stateless fp16: {KILLED}; CPU_AND_NE, hybrid fp16: {KILLED})" in chosen.sentence
+    assert script.tried == [f"CPU_AND_NE {name}" for name in NAMES]
+    assert chosen.package is not None and chosen.package.layout.weights == "int8"
+    fp16 = f"(CPU_AND_NE, fp16: {KILLED})"
+    assert chosen.sentence == f"drafting with Core ML on CPU_AND_NE, int8, 3.00 ms a token {fp16}"
 
 
 def test_cpu_is_tried_last_and_all_reasons_are_reported(converted: Callable[..., Converted], choose: Choose) -> None:
     script = ScriptedTrials({"CPU_ONLY": 4.0})
     chosen, _ = choose(PackagesOnDemand(converted), script)
-    assert script.tried == [*(f"CPU_AND_NE {name}" for name in NAMES), "CPU_ONLY stateless fp16"]
-    assert units(chosen) == "CPU_ONLY" and "\n" not in chosen.sentence and chosen.sentence.count(KILLED) == 6
+    assert script.tried == [*(f"CPU_AND_NE {name}" for name in NAMES), "CPU_ONLY fp16"]
+    assert units(chosen) == "CPU_ONLY" and "\n" not in chosen.sentence and chosen.sentence.count(KILLED) == 2
 
 
 def test_mlx_drafts_without_a_good_trial(converted: Callable[..., Converted], choose: Choose) -> None:
@@ -119,31 +119,37 @@ def test_mlx_drafts_without_a_good_trial(converted: Callable[..., Converted], ch
     chosen, _ = choose(PackagesOnDemand(converted), script)
     assert units(chosen) is None and chosen.package is None
     assert chosen.sentence.startswith("Core ML does not help this draft on this machine (CPU_AND")
-    assert len(script.tried) == 12
+    assert len(script.tried) == 4
 
 
 @pytest.mark.parametrize("thorough", [True, False])
 def test_final_failure_ends_the_trials_of_a_unit(
     converted: Callable[..., Converted], choose: Choose, thorough: bool
 ) -> None:
-    """Such as that of a missing unit, or one that hangs: a first start must not wait twelve times fifteen minutes."""
+    """Such as that of a missing unit, or one that hangs: a first start must not wait four times fifteen minutes."""
     script = ScriptedTrials({"CPU_AND_NE": "no such unit", "CPU_ONLY": 4.0}, final="no such unit")
     chosen, _ = choose(PackagesOnDemand(converted), script, thorough)
-    assert script.tried[:2] == ["CPU_AND_NE stateless fp16", "CPU_ONLY stateless fp16"]
-    assert len(script.tried) == (7 if thorough else 2) and units(chosen) == "CPU_ONLY"
+    assert script.tried[:2] == ["CPU_AND_NE fp16", "CPU_ONLY fp16"]
+    assert len(script.tried) == (3 if thorough else 2) and units(chosen) == "CPU_ONLY"
 
 
+@pytest.mark.parametrize(
+    ("int8", "existing", "taken", "kept"),
+    [
+        (4.0, set(), "int8, 4.00", {"int8"}),
+        (4.0, {"fp16"}, "int8, 4.00", {"fp16", "int8"}),  # an existing package stays
+        (4.6, set(), "fp16, 5.00", {"fp16"}),  # not faster by a tenth
+    ],
+)
 def test_thorough_selection_tries_everything_and_takes_the_fastest(
-    converted: Callable[..., Converted], choose: Choose
+    converted: Callable[..., Converted], choose: Choose, int8: float, existing: set[str], taken: str, kept: set[str]
 ) -> None:
-    script = ScriptedTrials({"CPU_AND_NE": 5.0, "CPU_AND_NE hybrid fp16": 4.6, "CPU_AND_NE stateless int8": 4.0,
-                       "CPU_AND_NE onehot int8": 3.9, "CPU_ONLY": 1.0})  # fmt: skip
-    packages = PackagesOnDemand(converted, existing={"hybrid fp16"})
+    script = ScriptedTrials({"CPU_AND_NE": 5.0, "CPU_AND_NE int8": int8, "CPU_ONLY": 1.0})
+    packages = PackagesOnDemand(converted, existing=existing)
     chosen, _ = choose(packages, script, thorough=True)
     assert script.tried == [f"{units} {name}" for units in ("CPU_AND_NE", "CPU_ONLY") for name in NAMES]
-    # At 3.9 ms, onehot int8 is not faster by a tenth.
-    assert chosen.sentence == "drafting with Core ML on CPU_AND_NE, stateless int8, 4.00 ms a token"
-    assert packages.existing == {"stateless int8", "hybrid fp16"}  # an existing package stays
+    assert chosen.sentence == f"drafting with Core ML on CPU_AND_NE, {taken} ms a token"
+    assert packages.existing == kept
     script.tried.clear()
     assert choose(packages, script)[0].sentence == chosen.sentence and script.tried == []
 
@@ -151,23 +157,23 @@ def test_thorough_selection_tries_everything_and_takes_the_fastest(
 def test_verdicts_are_remembered_by_package_and_system(
     converted: Callable[..., Converted], choose: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, packages = ScriptedTrials({"CPU_AND_NE hybrid fp16": 2.0}), PackagesOnDemand(converted)
+    script, packages = ScriptedTrials({"CPU_AND_NE int8": 2.0}), PackagesOnDemand(converted)
     first, _ = choose(packages, script)
-    assert packages.existing == {"stateless fp16", "hybrid fp16"}
+    assert packages.existing == {"fp16", "int8"}
     script.tried.clear()
     again, _ = choose(packages, script)
     assert script.tried == [] and units(again) == units(first) and again.sentence == first.sentence
     one = OnePackage(converted("llama").package)  # a package that is given by its path has trials of its own
     assert units(choose(one, script)[0]) is None
-    assert script.tried == [f"{units} stateless fp16" for units in ("CPU_AND_NE", "CPU_ONLY")]
+    assert script.tried == [f"{units} fp16" for units in ("CPU_AND_NE", "CPU_ONLY")]
     script.tried.clear()
     monkeypatch.setattr(trial, "os_build", lambda: "99Z1")
     choose(packages, script)
-    assert script.tried == ["CPU_AND_NE stateless fp16", "CPU_AND_NE hybrid fp16"]
+    assert script.tried == ["CPU_AND_NE fp16", "CPU_AND_NE int8"]
     script.tried.clear()
     monkeypatch.setattr(packages, "converted", lambda family, **kind: converted("qwen2", **kind))
     choose(packages, script)  # other packages under the same names
-    assert script.tried == ["CPU_AND_NE stateless fp16", "CPU_AND_NE hybrid fp16"]
+    assert script.tried == ["CPU_AND_NE fp16", "CPU_AND_NE int8"]
 
 
 def test_fallback_to_mlx_is_remembered(converted: Callable[..., Converted], choose: Choose) -> None:
@@ -185,20 +191,20 @@ def test_unreadable_results_file_is_rewritten(
     choose(packages, script)
     (file,) = (tmp_path / "coreml" / "probes").iterdir()
     kept = file.read_text()
-    changed = [kept.replace(word, '"other"') for word in ('"agreement"', '"fp16"', '"stateless"')]
+    changed = [kept.replace(word, '"other"') for word in ('"agreement"', '"fp16"')]
     for text in ("{", "{}", "[1]", '[{"key": "x"}]', *changed):
         file.write_text(text)
         script.tried.clear()
         assert units(choose(packages, script)[0]) == "CPU_AND_NE"
-        assert script.tried == ["CPU_AND_NE stateless fp16"]
+        assert script.tried == ["CPU_AND_NE fp16"]
 
 
 def test_saved_trial_rows_are_read_back_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     times = PromptTimes("CPU_AND_NE", "mlx", [64, 128], [1.5, 2.5], [2.0, 1.0])
     rows = [
-        TrialResult(Options(Mode.HYBRID, "int8", 1024), "a", "CPU_ONLY", reason=KILLED, final=True),
-        TrialResult(Options(Mode.ONEHOT, "fp16", 64), "a", "CPU_AND_NE", GOOD, prompts=times),
+        TrialResult(Options("int8", 1024), "a", "CPU_ONLY", reason=KILLED, final=True),
+        TrialResult(Options("fp16", 64), "a", "CPU_AND_NE", GOOD, prompts=times),
     ]
     kept = TrialStore("f" * 64)
     for row in rows:
@@ -210,10 +216,10 @@ def test_saved_trial_rows_are_read_back_unchanged(monkeypatch: pytest.MonkeyPatc
 
 def test_package_that_cannot_be_built_is_skipped(converted: Callable[..., Converted], choose: Choose) -> None:
     script = ScriptedTrials({"CPU_ONLY": 4.0})
-    chosen, _ = choose(PackagesOnDemand(converted, refused="hybrid fp16"), script)
-    assert units(chosen) == "CPU_ONLY" and "CPU_AND_NE, hybrid fp16: the disk is full" in chosen.sentence
+    chosen, _ = choose(PackagesOnDemand(converted, refused="int8"), script)
+    assert units(chosen) == "CPU_ONLY" and "CPU_AND_NE, int8: the disk is full" in chosen.sentence
     with pytest.raises(ModelError, match="the disk is full"):
-        choose(PackagesOnDemand(converted, refused="stateless fp16", source_hash="another draft"), script)
+        choose(PackagesOnDemand(converted, refused="fp16", source_hash="another draft"), script)
 
 
 def test_packages_of_a_checkpoint_are_made_and_removed(
@@ -224,8 +230,8 @@ def test_packages_of_a_checkpoint_are_made_and_removed(
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     packages = Packages(tiny_model("llama", **SIZES, max_position_embeddings=128))
-    assert [str(form) for form in packages.variants] == NAMES and {form.context for form in packages.variants} == {128}
-    form = packages.variants[3]
+    assert packages.variants == tuple(Options(weights, 128) for weights in NAMES)
+    form = packages.variants[1]
     assert not packages.is_converted(form)
     assert packages.get(form).options == form and packages.is_converted(form)
     assert packages.source_hash == packages.get(form).manifest.source_hash

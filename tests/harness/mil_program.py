@@ -89,7 +89,6 @@ class SavedFunction:
 
     name: str
     inputs: tuple[Port, ...]
-    states: tuple[Port, ...]
     outputs: tuple[str, ...]
     operations: tuple[SavedOperation, ...]
 
@@ -139,12 +138,9 @@ class _Reader:
 
     def _function(self, name: str, spec: Any) -> SavedFunction:
         block = spec.block_specializations[spec.opset]
-        plain = [port for port in spec.inputs if port.type.WhichOneof("type") == "tensorType"]
-        states = [port for port in spec.inputs if port.type.WhichOneof("type") == "stateType"]
         return SavedFunction(
             name,
-            tuple(self._port(port.name, port.type) for port in plain),
-            tuple(self._port(port.name, port.type.stateType.wrappedType) for port in states),
+            tuple(self._port(port.name, port.type) for port in spec.inputs),
             tuple(block.outputs),
             tuple(self._operation(operation) for operation in block.operations),
         )
