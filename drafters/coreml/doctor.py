@@ -1,8 +1,7 @@
 """`python -m outrider.drafters.coreml.doctor`: this machine, and the cost of each placement of a drafter, as JSON.
 
 `outrider doctor` formats it; the program is separate so that the command line never imports MLX. CPU and GPU are
-measured now, which takes seconds; Core ML's times are those of a kept trial, or of a new one with --probe. A trial also
-measures which prompts of the draft Core ML reads faster than MLX; drafters use the kept result.
+measured now, which takes seconds; Core ML's times are those of a kept trial, or of a new one with --probe.
 """
 
 from __future__ import annotations
@@ -84,10 +83,8 @@ def measure_core_ml(packages: Packages, try_now: bool) -> list[Placement]:
     """Returns the results of each package and compute unit, kept or tried now; the one that would draft is first."""
     if not try_now and not any(map(packages.is_converted, packages.variants)):
         return [Placement("Core ML", False, note="the draft is not converted yet: run `outrider doctor --probe`")]
-    times = None
     if try_now:
         selection.select_package(packages, log.info, thorough=True)
-        times = selection.get_prompt_times(packages, log.info)
     rows, places = TrialStore(packages.source_hash).rows, []
     for units in PREFERRED_UNITS:
         here = [row for row in rows if row.units == units]
@@ -96,9 +93,6 @@ def measure_core_ml(packages: Packages, try_now: bool) -> list[Placement]:
         if not here:
             note = "not measured yet: run `outrider doctor --probe`"
             places.append(Placement(f"Core ML on {units}", False, note=note))
-    times = times or next((row.valid_prompts for row in rows if row.valid_prompts is not None), None)
-    if times is not None:
-        places.append(Placement("prompts of a draft on MLX", times.min_tokens is not None, note=times.sentence))
     return places
 
 

@@ -237,18 +237,15 @@ class PackageReader:
     The package has keys and values in MLX's form, [kv_heads, position, head_dim] after the rotation, so nothing is
     transposed or computed again; only float16 rounding differs from MLX's own reading.
 
-    Args:
-        min_tokens: the model itself reads shorter prompts, and the tokens beyond the package's context.
+    The model itself reads the tokens beyond the package's context.
     """
 
-    def __init__(self, package: Package, runtime: CoreMLRuntime, min_tokens: int) -> None:
-        self.min_tokens, self.package = min_tokens, package
-        self.note = f"prompts of {min_tokens} tokens and more are read by {runtime.name}"
+    def __init__(self, package: Package, runtime: CoreMLRuntime) -> None:
+        self.package = package
+        self.note = f"prompts are read by {runtime.name}"
         self._host = PackageHost(package, runtime)
 
     def __call__(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
-        if len(tokens) < self.min_tokens:
-            return
         prefill, rows = self._host.layout.prefill, CoreMLKVRows(self._host)
         end = min(len(tokens), self._host.layout.context)
         log.debug("the package reads %d of the prompt's %d tokens", end, len(tokens))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
@@ -18,7 +17,7 @@ from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
 from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Options
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import open_runtime
-from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
+from outrider.drafters.coreml.trial import TrialResult, TrialStore
 from outrider.drafters.drafter import Drafter
 from outrider.engine.loading import find_model_folder, read_config
 from outrider.protocol.digest import cache_folder, make_cached, model_digest, use_cached
@@ -214,71 +213,32 @@ def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
 def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> PackageReader | str:
     """Returns the package that reads prompts for the draft `model`, or why MLX reads them; empty if it was to.
 
-    `prefill` is the setting `draft_prefill`: `auto` (the package, for prompts that it was measured to read faster, see
-    `get_prompt_times`), `mlx` (never), `coreml` (always), or the directory of a package (always that one).
+    `prefill` is the setting `draft_prefill`: `mlx`, `coreml`, or the directory of a package.
 
     Raises:
-        InvalidRequest: `prefill` is neither auto, mlx or coreml nor a package's directory.
+        InvalidRequest: `prefill` is neither mlx nor coreml nor a package's directory.
         ModelError: the package has other weights, or the draft can't be converted.
     """
     packages: PackageSource
     match prefill:
         case "mlx":
             return ""
-        case "auto":
-            return "" if runtimes.unavailable_reason() else _load_faster_reader(model, progress)
         case "coreml":
             packages = Packages(find_model_folder(model), progress)
         case _:
             directory = Path(os.path.expanduser(prefill))
             if not (directory / package.MANIFEST_FILE).is_file():
                 raise InvalidRequest(
-                    f"draft prefill is {prefill!r}; expected auto, mlx, coreml or the directory of a package"
+                    f"draft prefill is {prefill!r}; expected mlx, coreml or the directory of a package"
                 )
             packages = OnePackage(open_package(directory, find_model_folder(model)))
     chosen = select_package(packages, progress)
     if chosen.package is None or chosen.row is None:
         return f"prompts are read by MLX: {chosen.sentence}"
-    return _open_reader(chosen.package, chosen.row.units, 1, progress)
-
-
-def _load_faster_reader(model: str, progress: ProgressCallback) -> PackageReader | str:
-    """Returns the package that a kept measurement found faster than MLX, if it still exists."""
     try:
-        checkpoint = find_model_folder(model)
-        for row in TrialStore(model_digest(checkpoint)).rows:
-            times = row.valid_prompts
-            if times is not None and times.min_tokens is not None:
-                packages = Packages(checkpoint, progress)
-                kept = packages.get(row.options) if packages.is_converted(row.options) else None
-                if kept is not None and kept.manifest.key == row.key:
-                    return _open_reader(kept, row.units, times.min_tokens, progress)
-    except ModelError as error:  # `auto` may find no package
-        progress(f"prompts are read by MLX: {error}")
-    return ""
-
-
-def _open_reader(package: Package, units: str, min_tokens: int, progress: ProgressCallback) -> PackageReader | str:
-    try:
-        runtime = open_runtime(package, units, [package.layout.prefill.name])
+        runtime = open_runtime(chosen.package, chosen.row.units, [chosen.package.layout.prefill.name])
     except ModelError as error:
         return f"prompts are read by MLX: {error}"
-    reader = PackageReader(package, runtime, min_tokens)
+    reader = PackageReader(chosen.package, runtime)
     progress(reader.note)
     return reader
-
-
-def get_prompt_times(packages: Packages, progress: ProgressCallback) -> PromptTimes:
-    """Returns the kept times of the package and unit that a drafter would run on this machine, or measures them.
-
-    Raises:
-        ModelError: no package of the draft can be made.
-    """
-    chosen = select_package(packages, progress)
-    if chosen.package is None or chosen.row is None:
-        return PromptTimes("no unit", "", reason=chosen.sentence)
-    times = chosen.row.valid_prompts
-    if times is None:
-        times = trial.time_prompts(chosen.package, chosen.row.units, packages.checkpoint)
-        TrialStore(packages.source_hash).add(dataclasses.replace(chosen.row, prompts=times))
-    return times

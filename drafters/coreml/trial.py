@@ -1,8 +1,8 @@
 """Trials of a package on a compute unit, each in a process of its own, and their results, which are kept.
 
 Some graphs crash the Neural Engine's compiler, and with it the process, a few only after a hundred predictions. So
-`python -m outrider.drafters.coreml.trial` is a program of its own, which `run_trial` and `time_prompts` start: it
-drafts with the package, or reads prompts with it, and writes its measurements to a file.
+`python -m outrider.drafters.coreml.trial` is a program of its own, which `run_trial` starts: it drafts with the package
+and writes its measurements to a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import timeit
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -34,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import runtimes
-from outrider.drafters.coreml.drafter import CoreMLKVRows, PackageHost, PackageReader
+from outrider.drafters.coreml.drafter import CoreMLKVRows, PackageHost
 from outrider.drafters.coreml.layout import (
     TRIAL_PROMPT_TOKENS,
     TRIAL_ROWS,
@@ -45,15 +44,11 @@ from outrider.drafters.coreml.layout import (
 )
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import DeviceUnavailable, RuntimeFault, os_build
-from outrider.engine.kv_rows import DenseKVRows
-from outrider.engine.load_checks import open_kv_rows
-from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.digest import cache_folder, replace_file
 from outrider.protocol.errors import InvalidRequest, OutriderError
 
 _PROGRAM = ("-P", "-m", "outrider.engine.models_only", "outrider.drafters.coreml.trial")
 DEFAULT_PREDICTIONS = 300
-PROMPT_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 _TIMEOUT_SECONDS = 900.0  # a first compile for the Neural Engine can take minutes
 _UNAVAILABLE_EXIT_CODE = 20  # the exit code if the device does not exist on this machine
 _MIN_AGREEMENT = 0.9
@@ -61,8 +56,6 @@ _MAX_DISTANCE = 0.05
 _TIE_TOLERANCE = 0.05  # of the logits' standard deviation
 _WARM_UP_CALLS = 3
 _ROUND_FUNCTIONS = ("q1", "q8", "q16")
-_PROMPT_REPEATS = 3
-_MAX_TIME_RATIO = 0.95  # the package must take less than this share of MLX's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,44 +87,11 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTimes:
-    """The median milliseconds to read prompts of `lengths` tokens, by MLX and by a package on `units`.
-
-    If the trial failed, `reason` says why, and there are no times. `mlx`: the version of MLX and its device.
-    """
-
-    units: str
-    mlx: str
-    lengths: list[int] = field(default_factory=list)
-    mlx_ms: list[float] = field(default_factory=list)
-    package_ms: list[float] = field(default_factory=list)
-    reason: str = ""
-
-    @property
-    def min_tokens(self) -> int | None:
-        """The prompt length in tokens from which on the package is faster, or None if it is not."""
-        min_tokens = None
-        for length, mlx, own in zip(self.lengths, self.mlx_ms, self.package_ms, strict=True):
-            faster = own < _MAX_TIME_RATIO * mlx
-            min_tokens = (min_tokens or length) if faster else None
-        return min_tokens
-
-    @property
-    def sentence(self) -> str:
-        if self.reason:
-            return f"prompts are read by MLX: {self.reason}"
-        last = f"{self.lengths[-1]} tokens: {self.package_ms[-1]:.1f} ms against {self.mlx_ms[-1]:.1f}"
-        if self.min_tokens is None:
-            return f"MLX reads prompts: it is faster than the package on {self.units} ({last})"
-        return f"prompts of {self.min_tokens} tokens and more are read by the package on {self.units} ({last})"
-
-
-@dataclass(frozen=True, slots=True)
 class TrialResult:
     """The results of the package with the hash `key` on one unit.
 
     `trial`: None if it did not finish. `reason`: why the unit must not be used, or "". `final`: the device does not
-    exist or does not respond, so trials of other packages are pointless. `prompts`: None if they were not timed.
+    exist or does not respond, so trials of other packages are pointless.
     """
 
     options: Options
@@ -140,7 +100,6 @@ class TrialResult:
     trial: Trial | None = None
     reason: str = ""
     final: bool = False
-    prompts: PromptTimes | None = None
 
     @property
     def cost(self) -> float:
@@ -149,16 +108,10 @@ class TrialResult:
             return math.inf
         return mean(self.trial.ms[name] for name in _ROUND_FUNCTIONS)
 
-    @property
-    def valid_prompts(self) -> PromptTimes | None:
-        """`prompts`, if they were measured with this version of MLX on this device."""
-        return self.prompts if self.prompts is not None and self.prompts.mlx == mlx_and_device() else None
-
 
 class TrialStore:
     """The kept results of the packages of the draft whose weights have the hash `source_hash`. Each is valid for one
-    package (by its hash), one build of macOS and one version of coremltools; times of prompts also for one version of
-    MLX and its device."""
+    package (by its hash), one build of macOS and one version of coremltools."""
 
     def __init__(self, source_hash: str) -> None:
         system = f"{os_build()}-{platform.machine()}-coremltools{version('coremltools')}"
@@ -185,18 +138,6 @@ def run_trial(package: Package, units: str, predictions: int = DEFAULT_PREDICTIO
     except (DeviceUnavailable, RuntimeFault) as error:
         return dataclasses.replace(row, reason=str(error), final=isinstance(error, DeviceUnavailable))
     return dataclasses.replace(row, trial=found, reason=found.fault)
-
-
-def time_prompts(package: Package, units: str, checkpoint: Path) -> PromptTimes:
-    """Times the reading of prompts by the package, and by MLX with the model in the directory `checkpoint`."""
-    try:
-        return PromptTimes(**_run_program(package, units, "--model", str(checkpoint)))
-    except (DeviceUnavailable, RuntimeFault) as error:
-        return PromptTimes(units, mlx_and_device(), reason=str(error))
-
-
-def mlx_and_device() -> str:
-    return f"mlx{version('mlx')}-{mx.default_device().type.name}"
 
 
 def trial_command(package: Package, units: str, *arguments: str) -> list[str]:
@@ -301,45 +242,15 @@ def median_ms(task: Callable[[], object], rounds: int, warm_up: int = _WARM_UP_C
     return 1e3 * median(taken[warm_up:])
 
 
-def measure_prompts(model: LoadedModel, package: Package, units: str) -> PromptTimes:
-    """Measures the reading of prompts as the drafter would read them.
-
-    Raises:
-        OutriderError: the package can't be run, or its model can't draft.
-    """
-    reader = PackageReader(package, runtimes.open_runtime(package, units, [package.layout.prefill.name]), min_tokens=1)
-    vocabulary = package.layout.architecture.vocab_size
-    lengths = [length for length in PROMPT_LENGTHS if length <= package.layout.context]
-
-    def read(tokens: list[int], by: PackageReader | None) -> None:
-        kv_rows, done = open_kv_rows(model, by), 0
-        while done < len(tokens):
-            done += kv_rows.prefill(tokens[done:], done)
-        if by is not None and (not isinstance(kv_rows, DenseKVRows) or kv_rows.read != len(tokens)):
-            raise OutriderError("the package did not read the prompt")
-
-    prompts = [[(7 * i + 3) % vocabulary for i in range(length)] for length in lengths]
-    mlx_ms, package_ms = (
-        [round(median_ms(partial(read, tokens, by), _PROMPT_REPEATS, 1), 3) for tokens in prompts]
-        for by in (None, reader)
-    )
-    return PromptTimes(units, mlx_and_device(), lengths, mlx_ms, package_ms)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog=_PROGRAM[-1], description=__doc__)
     parser.add_argument("--package", type=Path, required=True)
     parser.add_argument("--units", choices=runtimes.COMPUTE_UNITS, required=True)
     parser.add_argument("--predictions", type=int, default=DEFAULT_PREDICTIONS)
-    parser.add_argument("--model", type=Path, help="time the reading of prompts, by the package and by this model")
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
     try:
-        package = open_package(options.package, options.model)
-        if options.model is None:
-            found: Trial | PromptTimes = measure_package(package, options.units, options.predictions)
-        else:
-            found = measure_prompts(load(str(options.model)), package, options.units)
+        found = measure_package(open_package(options.package), options.units, options.predictions)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return _UNAVAILABLE_EXIT_CODE if isinstance(error, DeviceUnavailable) else error.exit_code

@@ -17,7 +17,7 @@ from outrider.drafters.coreml import doctor, selection, trial
 from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.runtimes import MACOS_ONLY_MESSAGE, STAND_IN_VARIABLE
 from outrider.drafters.coreml.selection import Packages
-from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
+from outrider.drafters.coreml.trial import TrialResult, TrialStore
 from outrider.orchestrator.cli import doctor as doctor_command
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.pairing.model_files import TINY, TINY_TARGET
@@ -52,9 +52,6 @@ def test_doctor_lists_the_placements_of_a_draft(
         pytest.skip("the list is another on a Mac")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(selection, "TRIED_WEIGHTS", selection.TRIED_WEIGHTS[:1])
-    monkeypatch.setattr(
-        trial, "time_prompts", lambda package, units, model: PromptTimes(units, trial.mlx_and_device(), [64], [1], [2])
-    )
     model = tiny_model("llama", **SIZES)
     before = {place.name: place for place in doctor.create_report(str(model), try_now=False).placements}
     assert set(before) == {"ONNX Runtime on the CPU", "Core ML"} and "not converted yet" in before["Core ML"].note
@@ -67,10 +64,8 @@ def test_doctor_lists_the_placements_of_a_draft(
         assert [place.name for place in places] == [
             "ONNX Runtime on the CPU",
             *(f"Core ML on {units}, fp16" for units in ("CPU_AND_NE", "CPU_ONLY")),
-            "prompts of a draft on MLX",
         ]
-        assert all(place.usable and place.one_ms == 2.25 for place in places[1:3])
-        assert not places[-1].usable and "MLX reads prompts" in places[-1].note
+        assert all(place.usable and place.one_ms == 2.25 for place in places[1:])
 
 
 def test_without_core_ml_nothing_is_converted(

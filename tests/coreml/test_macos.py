@@ -96,7 +96,7 @@ def test_prompts_read_on_the_cpu_match_those_of_the_interpreter(
 ) -> None:
     package = converted("qwen2").package
     runtimes = (CoreMLRuntime(package, "CPU_ONLY", ["prefill64"]), NumpyRuntime(package.path))
-    found, expected = (list(PackageReader(package, runtime, 1)(text[:150])) for runtime in runtimes)
+    found, expected = (list(PackageReader(package, runtime)(text[:150])) for runtime in runtimes)
     for one, other in zip(found, expected, strict=True):
         for layer, reference in zip(one, other, strict=True):
             for a, b in zip(map(np.array, layer), map(np.array, reference), strict=True):
@@ -105,9 +105,3 @@ def test_prompts_read_on_the_cpu_match_those_of_the_interpreter(
 
 def test_has_engine_returns_a_bool_on_this_mac() -> None:
     assert isinstance(runtimes.has_neural_engine(), bool)
-
-
-def test_prompt_times_are_measured_on_this_mac(converted: Callable[..., Converted]) -> None:
-    made = converted("qwen2")
-    found = trial.time_prompts(made.package, "CPU_ONLY", made.model_path)
-    assert found.lengths, found.sentence

@@ -12,7 +12,7 @@ from outrider.drafters.coreml import selection, trial
 from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import MODEL_PATH, Package
 from outrider.drafters.coreml.selection import TRIED_WEIGHTS, OnePackage, Packages, Selection
-from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
+from outrider.drafters.coreml.trial import TrialResult, TrialStore
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import CONTEXT, GOOD, SIZES, Converted
 
@@ -201,10 +201,9 @@ def test_unreadable_results_file_is_rewritten(
 
 def test_saved_trial_rows_are_read_back_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    times = PromptTimes("CPU_AND_NE", "mlx", [64, 128], [1.5, 2.5], [2.0, 1.0])
     rows = [
         TrialResult(Options("int8", 1024), "a", "CPU_ONLY", reason=KILLED, final=True),
-        TrialResult(Options("fp16", 64), "a", "CPU_AND_NE", GOOD, prompts=times),
+        TrialResult(Options("fp16", 64), "a", "CPU_AND_NE", GOOD),
     ]
     kept = TrialStore("f" * 64)
     for row in rows:
