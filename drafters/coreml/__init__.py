@@ -5,6 +5,6 @@ A *package* is a directory: `model.mlpackage` (one function per row count, one s
 tokens, rotations, a mask and the cache. So branches, ragged lengths and rollback are only data. See docs/coreml.md.
 
 Modules, each importing only those before it: `layout`, `package` (what is on disk); `weights`, `converter` (make it);
-`runtimes`, `drafter` (run it, draft and read with it); `trial`, `selection` (which package works here, on which
-unit, and which reads prompts); `doctor` (the program behind `outrider doctor`).
+`runtimes`, `drafter` (run it, draft and read with it); `trial`, `selection` (on which unit it runs here);
+`doctor` (the program behind `outrider doctor`).
 """

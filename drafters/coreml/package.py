@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.layout import Options, PackageLayout
+from outrider.drafters.coreml.layout import PackageLayout
 from outrider.protocol.digest import file_hash, model_digest
 from outrider.protocol.errors import ModelError
 
@@ -114,10 +114,6 @@ class Package:
     @property
     def layout(self) -> PackageLayout:
         return self.manifest.layout
-
-    @property
-    def options(self) -> Options:
-        return Options(self.layout.weights, self.layout.context)
 
     @property
     def mlpackage(self) -> Path:

@@ -11,7 +11,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -34,19 +33,20 @@ _CONSTANT_OPERATORS = ("const", "constexpr")
 
 
 class DeviceUnavailable(ModelError):
-    """The device can't run any package: this machine does not have it, or it hangs."""
+    """This machine can't run the package."""
 
 
 class RuntimeFault(WorkerError):
     """The device that runs a package failed."""
 
 
-def unavailable_reason() -> str:
-    """Returns why packages can't run on this system; "" if they can."""
+def require_core_ml() -> None:
+    """Raises DeviceUnavailable if packages can't run on this system."""
     macos = int(platform.mac_ver()[0].partition(".")[0] or 0)  # 0: another system
     if macos < 15 and STAND_IN_VARIABLE not in os.environ:  # older ones know no functions of a model
-        return MACOS_ONLY_MESSAGE
-    return NO_COREMLTOOLS_MESSAGE if find_spec("coremltools") is None else ""
+        raise DeviceUnavailable(MACOS_ONLY_MESSAGE)
+    if find_spec("coremltools") is None:
+        raise DeviceUnavailable(NO_COREMLTOOLS_MESSAGE)
 
 
 def open_runtime(package: Package, units: str, functions: Sequence[str] | None = None) -> CoreMLRuntime:
@@ -56,9 +56,9 @@ def open_runtime(package: Package, units: str, functions: Sequence[str] | None =
         functions: only these (default: all); each takes time and memory to load.
 
     Raises:
-        DeviceUnavailable: packages can't run on this system.
-        ModelError: Core ML refuses the package, or its directory can't be written to.
+        DeviceUnavailable: there is no Core ML, it refuses the package, or its directory can't be written to.
     """
+    require_core_ml()
     if (stand_in := os.environ.get(STAND_IN_VARIABLE)) is not None:
         runtime: CoreMLRuntime = importlib.import_module(stand_in).open_runtime(package)
         return runtime
@@ -71,15 +71,12 @@ class CoreMLRuntime:
     coremltools' `predict` holds the GIL for the whole call, and releases its inputs later, on Core ML's own queue. So
     its worker is a process of its own, makes all calls on one thread, and keeps the input buffers alive after a call.
 
-    `name`: Core ML and its device, for users. `compile_seconds`: the time it took to compile the package now.
+    `name`: Core ML and its device, for users.
     """
 
     def __init__(self, package: Package, units: str, functions: Sequence[str] | None = None) -> None:
         self.name = f"Core ML on {units}"
-        started = time.monotonic()
-        compiled = ensure_compiled(package)
-        self.compile_seconds = time.monotonic() - started
-        tools = import_coremltools()
+        compiled, tools = ensure_compiled(package), import_coremltools()
         with _convert_errors(f"Core ML can't load {package.path} on {units}"):
             self._models = {
                 name: tools.models.CompiledMLModel(
@@ -103,7 +100,7 @@ class CoreMLRuntime:
 
 
 @contextmanager
-def _convert_errors(what: str, kind: type[OutriderError] = ModelError, then: str = "") -> Iterator[None]:
+def _convert_errors(what: str, kind: type[OutriderError] = DeviceUnavailable, then: str = "") -> Iterator[None]:
     """Converts errors of coremltools, which raises plain Exception, to `kind` with one sentence."""
     try:
         yield
@@ -115,11 +112,8 @@ def ensure_compiled(package: Package) -> Path:
     """Returns the compiled model next to the package, and compiles it if this build of macOS has none.
 
     Raises:
-        DeviceUnavailable: packages can't run on this system.
-        ModelError: Core ML refuses the package, or its directory can't be written to.
+        DeviceUnavailable: Core ML refuses the package, or its directory can't be written to.
     """
-    if reason := unavailable_reason():
-        raise DeviceUnavailable(reason)
     path = package.path.resolve() / f"compiled-{os_build()}.mlmodelc"
     if path.is_dir():
         return path
@@ -131,7 +125,9 @@ def ensure_compiled(package: Package) -> Path:
             with suppress(OSError):  # another process was faster, with the same result
                 partial.rename(path)
     except OSError as error:
-        raise ModelError(f"{package.path} can't be written to ({error}); compiled models are kept there") from error
+        raise DeviceUnavailable(
+            f"{package.path} can't be written to ({error}); compiled models are kept there"
+        ) from error
     return path
 
 
@@ -146,7 +142,7 @@ def os_build() -> str:
 def has_neural_engine() -> bool:
     """Whether there is a Neural Engine; True if Core ML does not report its devices."""
     devices = import_coremltools(".models.compute_device")
-    with suppress(ModelError), _convert_errors("Core ML does not answer"):
+    with suppress(DeviceUnavailable), _convert_errors("Core ML does not answer"):
         present = devices.MLComputeDevice.get_all_compute_devices()
         return any(isinstance(device, devices.MLNeuralEngineComputeDevice) for device in present)
     return True
@@ -158,7 +154,7 @@ def engine_share(package: Package, units: str) -> dict[str, float]:
     The plan is only informative; without one, the result is {}.
     """
     devices, plans = import_coremltools(".models.compute_device"), import_coremltools(".models.compute_plan")
-    with suppress(ModelError), _convert_errors("Core ML does not answer"):
+    with suppress(DeviceUnavailable), _convert_errors("Core ML does not answer"):
         plan = plans.MLComputePlan.load_from_path(
             str(ensure_compiled(package)), import_coremltools().ComputeUnit[units]
         )

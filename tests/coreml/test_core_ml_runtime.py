@@ -15,15 +15,13 @@ import pytest
 
 from outrider.drafters.coreml import doctor, runtimes, selection, trial
 from outrider.drafters.coreml.drafter import CoreMLDrafter
-from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.runtimes import CoreMLRuntime, DeviceUnavailable, RuntimeFault, open_runtime
-from outrider.drafters.coreml.selection import OnePackage, Selection
 from outrider.drafters.coreml.trial import TrialResult
 from outrider.drafters.drafter import make_drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
-from tests.coreml.conftest import Converted
+from tests.coreml.conftest import GOOD, Converted
 from tests.harness.mil_interpreter import NumpyRuntime
 from tests.slots import open_draft_tree
 
@@ -119,7 +117,7 @@ def test_macos_14_has_no_core_ml_for_packages(
     assert messages[0] == "drafting with MLX instead of Core ML: Core ML runs packages on macOS 15 or newer only"
     assert list(tmp_path.iterdir()) == [] and not fake.compiled
     with pytest.raises(DeviceUnavailable, match="macOS 15 or newer"):
-        CoreMLRuntime(made.package, "CPU_ONLY")
+        open_runtime(made.package, "CPU_ONLY")
 
 
 def test_python_without_coremltools_drafts_with_mlx(
@@ -140,17 +138,17 @@ def test_python_without_coremltools_drafts_with_mlx(
     )
     assert isinstance(make_drafter("coreml", model, messages.append), MlxDrafter)
     assert f"drafting with MLX instead of Core ML: {runtimes.NO_COREMLTOOLS_MESSAGE}" in messages
-    assert doctor.create_report(model, try_now=True).placements[-1].note == runtimes.NO_COREMLTOOLS_MESSAGE
+    assert doctor.list_placements(Path(model), try_now=True)[-1].note == runtimes.NO_COREMLTOOLS_MESSAGE
 
 
-@pytest.mark.usefixtures("fake")
-def test_packages_are_in_the_cache_of_all_other_files_on_a_mac_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.usefixtures("fake", "good_trials")
+def test_results_are_in_the_cache_of_all_other_files_on_a_mac_too(
+    converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """So tests that run on a Mac do not use the user's own folders."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(trial, "os_build", lambda: "24F74")
-    trial.TrialStore("digest").add(TrialResult(Options("fp16", 64), "key", "CPU_ONLY"))
+    trial.try_once(converted("llama").package, "CPU_ONLY", print)
     assert any((tmp_path / "outrider" / "coreml" / "probes").iterdir())
 
 
@@ -206,18 +204,24 @@ def test_package_is_used_directly_and_a_model_is_converted_first(
 
 @pytest.mark.parametrize("works", [True, False])
 def test_probe_decides_between_core_ml_and_mlx(
-    fake: FakeCoreML, converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, works: bool
+    fake: FakeCoreML,
+    converted: Callable[..., Converted],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    works: bool,
 ) -> None:
     made, messages = converted("llama"), list[str]()
-    row = TrialResult(made.package.options, made.package.manifest.key, "CPU_ONLY")
-    chosen = Selection("a sentence", made.package, row) if works else Selection("a sentence")
-    monkeypatch.setattr(selection, "select_package", lambda packages, tell: chosen)
-    monkeypatch.setattr(selection, "Packages", lambda checkpoint, tell: OnePackage(made.package))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    row = TrialResult("", GOOD) if works else TrialResult("it crashed")
+    monkeypatch.setattr(trial, "os_build", lambda: "24F74")
+    monkeypatch.setattr(trial, "run_trial", lambda package, units: row)
+    monkeypatch.setattr(selection, "cached_package", lambda checkpoint, tell: made.package)
     drafter = selection.load_drafter(str(made.model_path), messages.append)
-    assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter) and messages[0] == drafter.note
-    assert drafter.note == ("a sentence" if works else "drafting with MLX instead of Core ML: a sentence")
+    assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter) and drafter.note in messages
+    assert (drafter.note == "drafting with Core ML on CPU_AND_NE, fp16, 2.25 ms a token") is works
+    assert ("drafting with MLX instead of Core ML: Core ML does not help" in drafter.note) is not works
     if works:
-        assert fake.loaded[0] == ("q1", "CPU_ONLY")
+        assert fake.loaded[0] == ("q1", "CPU_AND_NE")
         fake.error = Exception("out of memory")  # although its trial succeeded
         drafter = selection.load_drafter(str(made.model_path), messages.append)
         assert isinstance(drafter, MlxDrafter) and "out of memory" in drafter.note
@@ -228,6 +232,6 @@ def test_probe_decides_between_core_ml_and_mlx(
 
 def test_a_trial_of_core_ml_compiles_loads_and_compares(fake: FakeCoreML, converted: Callable[..., Converted]) -> None:
     found = trial.measure_package(converted("llama").package, "CPU_ONLY", 20)
-    assert found.agreement == 1.0 and found.distance < 0.02 and found.fault == "" and found.predictions == 20
+    assert found.agreement == 1.0 and found.distance < 0.02 and found.fault == ""
     assert len(fake.compiled) == 1 and [name for name, _ in fake.loaded] == ["q1", "q8", "q16", "q32", "prefill64"]
     assert found.engine_share == {}  # the stand-in makes no plans

@@ -22,7 +22,7 @@ SAMPLING = SamplingParams(max_tokens=40, temp=0.8, seed=9)
 class FailingRuntime:
     """The interpreter, which returns NaN or infinity, or raises, after its first `after` calls."""
 
-    name, compile_seconds = "the failing device", 0.0
+    name = "the failing device"
 
     def __init__(self, made: Converted, after: int, how: str) -> None:
         self._inner = NumpyRuntime(made.package.path)

@@ -116,7 +116,7 @@ def test_keys_are_converted_to_the_number_format_of_the_model(
 class FailingRuntime:
     """The interpreter, which returns NaN or infinity, or raises, after its first call."""
 
-    name, compile_seconds = "the failing device", 0.0
+    name = "the failing device"
 
     def __init__(self, made: Converted, how: str) -> None:
         self._inner, self._how, self.calls = NumpyRuntime(made.package.path), how, 0

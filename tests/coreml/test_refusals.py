@@ -25,7 +25,6 @@ from outrider.drafters.coreml.package import (
     import_coremltools,
     open_package,
 )
-from outrider.drafters.coreml.selection import Packages
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
 from tests.coreml.conftest import SIZES, Converted
 
@@ -308,27 +307,3 @@ def test_invalid_or_missing_manifest_is_refused(package_copy: Path, tmp_path: Pa
     file.write_text("{")
     assert "is not a converted model" in open_error(package_copy)
     assert "is not a converted model" in open_error(tmp_path / "nowhere")
-
-
-def test_a_model_is_converted_once_and_found_again_until_it_is_damaged(
-    tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    stages: list[str] = []
-    packages = Packages(tiny_model("llama", **SIZES, max_position_embeddings=64), stages.append)
-    fp16 = packages.variants[0]
-    first = packages.get(fp16)
-    assert stages == [
-        f"converting the draft for Core ML: {stage}" for stage in ("reading", "reading weights", "building", "checking")
-    ]
-    stages.clear()
-    assert packages.get(fp16).path == first.path and stages == []
-    assert len({packages._directory(form) for form in packages.variants}) == len(packages.variants)
-    folder = first.path.parent
-    assert [path for path in folder.iterdir() if path.is_dir()] == [first.path]
-    (first.path / WEIGHTS_PATH).unlink()  # as macOS may do in a cache
-    killed, older = folder / f".{first.path.stem}.unfinished", first.path.with_suffix(".3")
-    for left in (killed, older):
-        left.mkdir()
-    assert (packages.get(fp16).path / WEIGHTS_PATH).is_file()
-    assert [path for path in folder.iterdir() if path.is_dir()] == [first.path]

@@ -366,7 +366,7 @@ def test_input_buffers_are_allocated_once(converted: Callable[..., Converted], t
 class _RecordingRuntime:
     """The reference interpreter, which records its calls and can be made to fail."""
 
-    name, compile_seconds = "the watched runtime", 0.0
+    name = "the watched runtime"
 
     def __init__(self, made: Converted) -> None:
         self._inner = NumpyRuntime(made.package.path)

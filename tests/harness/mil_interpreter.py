@@ -132,7 +132,6 @@ class NumpyRuntime:
     """
 
     name = "the reference interpreter (numpy): exact and slow, for checking"
-    compile_seconds = 0.0
 
     def __init__(self, package: Path) -> None:
         self._model: SavedModel = mil_program.read(package)
