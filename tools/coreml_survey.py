@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,8 +29,7 @@ from outrider.orchestrator.pairing.model_files import find_model
 
 COLUMNS = ("weights", "units", "good", "agreement", "distance", "load s", "q1 ms", "q8 ms",
            "q16 ms", "q32 ms", "prefill64 ms", "engine share q1", "why not")  # fmt: skip
-_MAC_UNITS = (("CPU_AND_NE", ("fp16", "int8")), ("CPU_ONLY", ("fp16", "int8")), ("CPU_AND_GPU", ("fp16", "int4")))
-_OTHER_UNITS = (("CPU_ONLY", ("fp16", "int8", "int4")),)
+_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU") if sys.platform == "darwin" else ("CPU_ONLY",)
 _DECODE_STEPS = 60
 
 
@@ -47,10 +47,9 @@ def row_cells(weights: str, units: str, row: TrialResult) -> tuple[str, ...]:
 
 def run_survey(draft: Path, predictions: int) -> Iterator[tuple[str, ...]]:
     """Converts the draft with each kind of weights, tries each package on its compute units, and yields table rows."""
-    for units, kinds in _MAC_UNITS if sys.platform == "darwin" else _OTHER_UNITS:
-        for weights in kinds:
-            package = cached_package(draft, lambda stage: None, weights)
-            yield row_cells(weights, units, trial.run_trial(package, units, predictions))
+    for weights, units in product(("fp16", "int8"), _UNITS):
+        package = cached_package(draft, lambda stage: None, weights)
+        yield row_cells(weights, units, trial.run_trial(package, units, predictions))
 
 
 def measure_slowdown(target: str, package: Package, units: str) -> str:

@@ -32,7 +32,7 @@ _MIN_ROW_SCALE = 2.0**-10  # rows with a smaller maximum are scaled by this inst
 Progress = Callable[[str, int, int], None]
 """Called with the stage, and its steps done and in total; each stage begins with 0 steps done."""
 
-_BYTES_PER_WEIGHT = {"fp16": 2.0, "fp32": 4.0, "int8": 1.0, "int4": 0.53}
+_BYTES_PER_WEIGHT = {"fp16": 2.0, "fp32": 4.0, "int8": 1.0}
 _SPARE_DISK_BYTES = 1 << 20
 
 
@@ -167,14 +167,9 @@ class _GraphBuilder:
         key = name if last is None else f"{name}[{first}:{last}]"
         if isinstance(form, DenseMatrix):
             return self._const(key, _as_conv_kernel(form.values[rows]))
-        data, zero = form.data[rows], None
-        if form.zero is not None:
-            uint4 = self._mil.types.np_uint4_dtype  # a label, no copy
-            data, zero = data.view(uint4), self._const(f"{key}.zero", _as_conv_kernel(form.zero[rows].view(uint4)))
         return self._mb.constexpr_blockwise_shift_scale(
-            data=self._const(f"{key}.data", _as_conv_kernel(data)),
+            data=self._const(f"{key}.data", _as_conv_kernel(form.data[rows])),
             scale=self._const(f"{key}.scale", _as_conv_kernel(form.scale[rows])),
-            offset=zero,
         )
 
     def _const(self, key: str, value: NDArray[Any]) -> Any:
@@ -350,7 +345,7 @@ def write_mlx_copy(weights: Weights, source: Path, destination: Path) -> None:
             )
         names = (f"{module}.{part}" for part in ("weight", "scales", "biases"))
         arrays |= zip(names, to_mlx(form), strict=True)
-        config["quantization"] = {"group_size": GROUP_SIZE, "bits": form.bits}
+        config["quantization"] = {"group_size": GROUP_SIZE, "bits": 8}
     mx.save_safetensors(str(destination / "model.safetensors"), arrays, metadata={"format": "mlx"})
     (destination / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     for file in source.iterdir():

@@ -20,7 +20,7 @@ PREFILL_ROWS = 64
 SCRATCH_SLOTS = 128  # slots beyond the context, for drafted tokens
 DEFAULT_CONTEXT = 1024
 MAX_CONTEXT_LENGTH = MAX_WIDTH - SCRATCH_SLOTS - PREFILL_ROWS  # the width of the mask is that of slots and rows
-WEIGHT_FORMATS = ("fp16", "int8", "int4", "fp32")
+WEIGHT_FORMATS = ("fp16", "int8", "fp32")
 
 TRIAL_PROMPT_TOKENS, TRIAL_ROWS, TRIAL_STEPS = 16, 8, 12
 """The tokens of `trial_text` that a trial reads by the prefill, then in one call, then one at a time."""

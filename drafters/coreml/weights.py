@@ -24,13 +24,9 @@ from outrider.engine.ort.layers import check_rope, rope_angles
 from outrider.protocol.errors import ModelError
 
 GROUP_SIZE = 64
-_INT4_SCALE_BITS = 7  # times a 4-bit number: 11 bits
 _INT8_SCALE_BITS = 3  # times an 8-bit number: 11 bits
 _MIN_FLOAT16_EXPONENT = -24  # the exponent of float16's smallest number
 _BLOCK_ELEMENTS = 1 << 21
-
-Int4Grid = tuple[NDArray[np.float32], NDArray[np.float32]]
-"""The step and the lowest of the sixteen levels of each group, both [rows, groups]."""
 
 HEAD = "lm_head"
 EMBEDDING = "model.embed_tokens"
@@ -46,32 +42,20 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """`scale` * (`data` - `zero`), by groups along the row: scale float16 and zero uint8 [rows, groups].
+    """`scale` * `data`: int8 [rows, columns], with a float16 scale for each row, [rows, 1].
 
-    `data` [rows, columns] are uint8 below 16. Without a zero they are int8, with one group a row.
-
-    The numbers are exactly the same in MLX and in Core ML. Core ML computes s * (q - z), MLX s * q + b, both in
-    float16. They agree bit for bit if b = -z * s, and s has so few significant bits that every product is exact in
-    float16's eleven.
+    The numbers are exactly the same in MLX and in Core ML, because a scale has so few significant bits that every
+    product is exact in float16's eleven.
     """
 
-    data: NDArray[np.integer]
+    data: NDArray[np.int8]
     scale: NDArray[np.float16]
-    zero: NDArray[np.uint8] | None = None
-
-    @property
-    def bits(self) -> int:
-        return 8 if self.zero is None else 4
 
     @property
     def values(self) -> NDArray[np.float16]:
         values = np.empty(self.data.shape, np.float16)
         for rows in _row_blocks(self.data):
-            wide = self.data[rows].reshape(*self.scale[rows].shape, -1).astype(np.float32)
-            if self.zero is not None:
-                wide -= self.zero[rows, :, None]
-            wide *= self.scale[rows, :, None].astype(np.float32)
-            values[rows] = wide.reshape(-1, self.data.shape[1])  # exact: eleven bits
+            values[rows] = self.data[rows] * self.scale[rows].astype(np.float32)  # exact: eleven bits
         return values
 
 
@@ -89,32 +73,6 @@ def quantize_int8(dense: NDArray[np.floating]) -> QuantizedMatrix:
     return QuantizedMatrix(data, scale)
 
 
-def quantize_int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | None = None) -> QuantizedMatrix:
-    """Quantises `dense` [rows, columns] in groups of 64 along the row; `grid`: the levels of an earlier quantisation.
-
-    Raises:
-        ModelError: the columns do not divide into groups.
-    """
-    count, columns = dense.shape
-    if columns % GROUP_SIZE:
-        raise ModelError(f"{name} has {columns} columns; int4 needs a multiple of {GROUP_SIZE} (use int8 or fp16)")
-    data, scale = np.empty(dense.shape, np.uint8), np.empty((count, columns // GROUP_SIZE), np.float16)
-    zero = np.empty(scale.shape, np.uint8)
-    for rows in _row_blocks(dense):
-        grouped = dense[rows].astype(np.float32).reshape(-1, columns // GROUP_SIZE, GROUP_SIZE)
-        if grid is not None:
-            step, low = grid[0][rows], grid[1][rows]
-        else:  # levels that span the group's values and zero
-            low = np.minimum(grouped.min(axis=-1), 0)
-            step = (np.maximum(grouped.max(axis=-1), 0) - low) / 15
-        scale[rows] = _round_significant(step, _INT4_SCALE_BITS, np.rint)
-        step = scale[rows].astype(np.float32)
-        zero[rows] = np.clip(np.rint(-low / step), 0, 15)
-        steps = np.rint(grouped / step[..., None]) + zero[rows, :, None]
-        data[rows] = np.clip(steps, 0, 15).reshape(-1, columns)
-    return QuantizedMatrix(data, scale, zero)
-
-
 def _row_blocks(matrix: NDArray[Any]) -> list[slice]:
     """Returns slices of rows with a few million numbers each, so that temporary float32 arrays stay small."""
     rows = max(1, _BLOCK_ELEMENTS // matrix.shape[1])
@@ -126,15 +84,9 @@ def to_mlx(form: QuantizedMatrix) -> tuple[mx.array, mx.array, mx.array]:
 
     Groups have `GROUP_SIZE` columns, which must divide the number of columns.
     """
-    data, scale, zero = form.data, form.scale, form.zero
-    if zero is None:
-        data, zero = data.astype(np.int16) + 128, np.array(128, np.uint8)
-        scale = np.repeat(scale, data.shape[1] // GROUP_SIZE, axis=1)
-    lanes = 32 // form.bits
-    shifts = np.arange(lanes, dtype=np.uint32) * np.uint32(form.bits)
-    words = data.astype(np.uint32).reshape(data.shape[0], -1, lanes) << shifts
-    packed = np.bitwise_or.reduce(words, axis=-1)
-    return mx.array(packed), mx.array(scale), mx.array(-(zero.astype(np.float16) * scale))
+    packed = (form.data.astype(np.int16) + 128).astype(np.uint8).view(np.uint32)
+    scale = np.repeat(form.scale, form.data.shape[1] // GROUP_SIZE, axis=1)
+    return mx.array(packed), mx.array(scale), mx.array(np.float16(-128) * scale)
 
 
 def _round_significant(x: NDArray[np.floating], bits: int, rounding: np.ufunc) -> NDArray[np.float16]:
@@ -210,7 +162,7 @@ class Checkpoint:
         do. `progress(done, total)` counts modules.
 
         Raises:
-            ModelError: a weight does not fit float16, or its width does not divide into int4's groups.
+            ModelError: a weight does not fit float16.
         """
         weights = Weights(self.architecture, self._kind, np.empty((0, 0)))
         modules = [(name, module) for name, module in self._model.named_modules() if "weight" in module]
@@ -257,12 +209,7 @@ class Checkpoint:
         dense = self._cast_weight(name, _dequantize(module))
         if name == EMBEDDING and not self.architecture.tied:
             return DenseMatrix(dense)
-        match self._kind:
-            case "int8":
-                return quantize_int8(dense)
-            case "int4":
-                return quantize_int4(dense, name, _int4_grid(module))
-        return DenseMatrix(dense)
+        return quantize_int8(dense) if self._kind == "int8" else DenseMatrix(dense)
 
     def _cast_weight(self, name: str, array: mx.array) -> NDArray[np.floating]:
         """Returns `array` as float32 for fp32, else as float16, and records what the conversion changes."""
@@ -314,12 +261,3 @@ def _dequantize(module: nn.Module) -> mx.array:
         module.weight, scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode
     )
     return wide
-
-
-def _int4_grid(module: nn.Module) -> Int4Grid | None:
-    """Returns the levels of a module that is already quantised in int4's groups."""
-    if "scales" not in module or (module.mode, module.bits, module.group_size) != ("affine", 4, GROUP_SIZE):
-        return None
-    scales, biases = (np.array(x.astype(mx.float32)) for x in (module.scales, module.biases))
-    # mlx may count downwards from the highest level
-    return np.abs(scales), np.minimum(biases, biases + 15 * scales)

@@ -134,7 +134,7 @@ def converted(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
         if key not in made:
             model = tiny_model(family, **sizes)
             directory = root / str(len(made))
-            twin = root / f"{len(made)}-twin" if weights in ("int8", "int4") else None
+            twin = root / f"{len(made)}-twin" if weights == "int8" else None
             convert(model, directory, Options(weights, context), mlx_out=twin)
             made[key] = Converted(model, open_package(directory, source=model), twin)
         return made[key]

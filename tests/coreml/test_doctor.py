@@ -123,9 +123,9 @@ def test_the_survey_has_a_row_for_every_kind_of_weights(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(survey.trial, "run_trial", try_out)
     rows = list(survey.run_survey(Path("draft"), 50))
-    assert tried == [(weights, "CPU_ONLY", 50) for weights in ("fp16", "int8", "int4")]
+    assert tried == [(weights, "CPU_ONLY", 50) for weights in ("fp16", "int8")]
     assert all(len(row) == len(survey.COLUMNS) for row in rows)
-    assert [row[0] for row in rows] == ["fp16", "int8", "int4"]
+    assert [row[0] for row in rows] == ["fp16", "int8"]
     assert rows[1][-1] == "its trial was ended by signal 9 (Killed)" and rows[1][2] == "NO"
 
 

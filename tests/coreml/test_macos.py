@@ -38,7 +38,7 @@ def logits(made: Converted, runtime: CoreMLRuntime, text: list[int]) -> NDArray[
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("weights", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["fp16", "int8"])
 def test_cpu_predictions_match_those_of_the_interpreter(
     converted: Callable[..., Converted], text: list[int], weights: str
 ) -> None:

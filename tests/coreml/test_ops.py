@@ -126,14 +126,14 @@ def test_weights_are_read_as_coremltools_reads_them(converted: Callable[..., Con
     from coremltools.libmilstoragepython import _BlobStorageReader as Reader
 
     seen = set()
-    for weights in ("fp16", "fp32", "int8", "int4"):
+    for weights in ("fp16", "fp32", "int8"):
         path = converted("qwen3", weights=weights).package.path
         model, reader = mil_program.read(path), Reader(str(path / WEIGHTS_PATH))
         for constant in _constants(model):
             expected = _read_by_coremltools(reader, constant)
             assert (model.value(constant).reshape(-1) == expected.reshape(-1)).all()
             seen.add(constant.port.dtype)
-    assert seen == {"FLOAT16", "FLOAT32", "INT8", "UINT4"}
+    assert seen == {"FLOAT16", "FLOAT32", "INT8"}
 
 
 def test_missing_blob_is_refused(tmp_path: Path, converted: Callable[..., Converted]) -> None:
@@ -179,6 +179,4 @@ def _read_by_coremltools(reader: Any, constant: Constant) -> NDArray[Any]:
             return np.frombuffer(reader.read_fp16_data(constant.offset).tobytes(), np.float16)
         case "FLOAT32":
             return np.asarray(reader.read_float_data(constant.offset))
-        case "INT8":
-            return np.asarray(reader.read_int8_data(constant.offset))
-    return np.asarray(reader.read_uint4_data(constant.offset))
+    return np.asarray(reader.read_int8_data(constant.offset))

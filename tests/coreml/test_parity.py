@@ -48,13 +48,13 @@ def test_float16_package_errs_about_as_much_as_mlx_in_float16(
     _check_float16(found, exact, mlx_float16)
 
 
-@pytest.mark.parametrize(("weights", "tied"), [("int8", True), ("int4", False)], ids=["int8 tied", "int4 untied"])
+@pytest.mark.parametrize("tied", [True, False])
 def test_quantised_package_equals_its_mlx_twin(
-    converted: Callable[..., Converted], text: list[int], weights: str, tied: bool, figure: Figure
+    converted: Callable[..., Converted], text: list[int], tied: bool, figure: Figure
 ) -> None:
-    made, text = converted("qwen2", weights=weights, tie_word_embeddings=tied), text[:80]
+    made, text = converted("qwen2", weights="int8", tie_word_embeddings=tied), text[:80]
     found, exact, mlx_float16 = made.logits(text), made.mlx_logits(text), made.mlx_logits(text, mx.float16)
-    figure(f"{weights}: error over MLX float16's", np.abs(found - exact).max() / np.abs(mlx_float16 - exact).max())
+    figure("int8: error over MLX float16's", np.abs(found - exact).max() / np.abs(mlx_float16 - exact).max())
     _check_float16(found, exact, mlx_float16)
 
 

@@ -191,13 +191,6 @@ def test_incompatible_options_are_refused(tiny_model: Model, tmp_path: Path) -> 
     assert "this model has 128 positions" in conversion_error(model, tmp_path, Options(context=256))
 
 
-def test_int4_of_an_indivisible_width_is_refused(tiny_model: Model, tmp_path: Path) -> None:
-    model = tiny_model("llama", **{**SIZES, "intermediate_size": 200})
-    assert "down_proj has 200 columns; int4 needs a multiple of 64" in conversion_error(
-        model, tmp_path, Options(weights="int4", context=64)
-    )
-
-
 def test_existing_destination_is_refused(tiny_model: Model, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     with pytest.raises(InvalidRequest, match="already exists"):
