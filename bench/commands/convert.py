@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
         screen.show(f"{stage}: {done} of {total}")
 
     try:
-        manifest = convert(find_model(options.model).folder, options.out, wanted, show, options.mlx_out)
+        manifest = convert(find_model(options.model).folder, options.out, wanted, show)
     finally:
         screen.clear()
     size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())
@@ -46,5 +46,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=WEIGHT_FORMATS, default="fp16", help=numbers)
     positions = "the context length of the package, in tokens (default: %(default)s)"
     parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, metavar="N", help=positions)
-    twin = "also write an mlx-lm checkpoint with the same numbers (default: none)"
-    parser.add_argument("--mlx-out", type=Path, metavar="PATH", help=twin)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import tempfile
@@ -11,11 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from glob import escape
 from importlib.metadata import version
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,8 +20,8 @@ from outrider import __version__
 from outrider.drafters.coreml import package
 from outrider.drafters.coreml.layout import DecoderArchitecture, Options, PackageFunction, PackageLayout
 from outrider.drafters.coreml.package import Manifest, import_coremltools
-from outrider.drafters.coreml.weights import EMBEDDING, GROUP_SIZE, HEAD, NORM, Checkpoint, DenseMatrix, Weights, to_mlx
-from outrider.protocol.digest import file_hash, model_digest, read_json
+from outrider.drafters.coreml.weights import HEAD, NORM, Checkpoint, DenseMatrix, Weights
+from outrider.protocol.digest import file_hash, model_digest
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 _MIN_ROW_SCALE = 2.0**-10  # rows with a smaller maximum are scaled by this instead, so that eps / max**2 fits float16
@@ -190,26 +187,16 @@ def _as_conv_kernel(matrix: NDArray[Any]) -> NDArray[Any]:
     return matrix.reshape(*matrix.shape, 1, 1)
 
 
-def convert(
-    model: Path, destination: Path, options: Options, progress: Progress | None = None, mlx_out: Path | None = None
-) -> Manifest:
+def convert(model: Path, destination: Path, options: Options, progress: Progress = lambda *_: None) -> Manifest:
     """Writes the package of the checkpoint `model` to `destination`, which must not exist, completely or not at all:
     all files are written to a directory next to it, which is renamed last.
 
-    Args:
-        mlx_out: a directory for an mlx-lm checkpoint with the same numbers, or None. With it a drafter can fall back
-            from Core ML to MLX, or be checked against it.
-
     Raises:
-        InvalidRequest: `destination` or `mlx_out` exists already, or one contains the other.
+        InvalidRequest: `destination` exists already.
         ModelError: the model is refused, or the disk can't hold the package; no files are left behind.
     """
-    progress = progress or (lambda stage, done, total: None)
-    folders = [path.resolve() for path in (destination, mlx_out) if path is not None]
-    if taken := next(filter(os.path.exists, folders), None):
-        raise InvalidRequest(f"{taken} already exists; remove it, or choose another folder")
-    if any(one.is_relative_to(other) for one, other in permutations(folders, 2)):
-        raise InvalidRequest(f"{destination} and {mlx_out} overlap; expected two separate folders")
+    if os.path.exists(destination):
+        raise InvalidRequest(f"{destination} already exists; remove it, or choose another folder")
     unfinished = f".{destination.name}.partial-"
     for left in destination.parent.glob(f"{escape(unfinished)}[0-9]*"):
         try:
@@ -221,15 +208,9 @@ def convert(
     partial_package = destination.parent / f"{unfinished}{os.getpid()}"
     try:
         partial_package.mkdir(parents=True)
-        manifest, weights = write_package(model, partial_package, options, progress, copies=2 if mlx_out else 1)
-        if mlx_out is not None:
-            write_mlx_copy(weights, model, partial_package / "mlx")
-            mlx_out.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(partial_package / "mlx", mlx_out)
+        manifest = write_package(model, partial_package, options, progress)
         partial_package.rename(destination)
     except OSError as error:
-        if mlx_out is not None:  # on another disk it may be incomplete
-            shutil.rmtree(mlx_out, ignore_errors=True)
         raise write_error(destination, error) from error
     finally:
         shutil.rmtree(partial_package, ignore_errors=True)
@@ -241,22 +222,20 @@ def write_error(path: Path, error: OSError) -> ModelError:
     return ModelError(f"{path} can't be written ({error.strerror or error}); free some space, or choose another folder")
 
 
-def _check_space(directory: Path, layout: PackageLayout, copies: int) -> None:
+def _check_space(directory: Path, layout: PackageLayout) -> None:
     """Raises OSError if the disk has no room for two copies of the weights, which writing a package needs."""
     sizes = layout.architecture
     heads = sizes.head_dim * (sizes.heads + sizes.kv_heads)
     matrices = sizes.layers * sizes.hidden * (2 * heads + 3 * sizes.intermediate) + sizes.vocab_size * sizes.hidden
     table = sizes.vocab_size * sizes.hidden * (4 if layout.weights == "fp32" else 2)
-    needed = int(matrices * _BYTES_PER_WEIGHT[layout.weights] * (1 + copies)) + table * copies + _SPARE_DISK_BYTES
+    needed = int(matrices * _BYTES_PER_WEIGHT[layout.weights] * 2) + table + _SPARE_DISK_BYTES
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{free >> 20} MiB free, but about {needed >> 20} MiB are needed")
 
 
-def write_package(
-    model: Path, directory: Path, options: Options, progress: Progress, copies: int = 1
-) -> tuple[Manifest, Weights]:
-    """Writes the package of the checkpoint `model` into `directory`, which is empty. `copies` of the weights must fit.
+def write_package(model: Path, directory: Path, options: Options, progress: Progress) -> Manifest:
+    """Writes the package of the checkpoint `model` into `directory`, which is empty.
 
     Raises:
         InvalidRequest: the context is longer than the model's.
@@ -269,7 +248,7 @@ def write_package(
     if options.context > sizes.max_positions:
         raise InvalidRequest(f"context is {options.context}; this model has {sizes.max_positions} positions")
     layout = PackageLayout(sizes, options.weights, options.context)
-    _check_space(directory, layout, copies)
+    _check_space(directory, layout)
     rope = checkpoint.rope(layout.context)
     weights = checkpoint.read(partial(progress, "reading weights"))
     np.save(directory / package.EMBEDDING_FILE, weights.embedding)
@@ -288,7 +267,7 @@ def write_package(
     )
     manifest.write(directory)
     progress("checking", 1, 1)
-    return manifest, weights
+    return manifest
 
 
 def _write_mlpackage(
@@ -319,35 +298,3 @@ def _write_mlpackage(
         except RuntimeError as error:  # coremltools' writers raise it if the disk is full
             raise OSError(errno.EIO, str(error)) from error
     progress(steps, steps)
-
-
-def write_mlx_copy(weights: Weights, source: Path, destination: Path) -> None:
-    """Writes `weights` as an mlx-lm checkpoint to a new directory, with config and tokenizer from `source`.
-
-    Raises:
-        ModelError: the width of a matrix does not divide into MLX's groups.
-    """
-    destination.mkdir(parents=True)
-    own = read_json(source / "config.json")
-    config = {key: value for key, value in own.items() if not key.startswith("quantization")}
-    config["torch_dtype"] = "float32" if weights.kind == "fp32" else "float16"
-    arrays = {name: mx.array(vector) for name, vector in weights.vectors.items()}
-    if not weights.architecture.tied:
-        arrays[f"{EMBEDDING}.weight"] = mx.array(weights.embedding)
-    for name, form in weights.matrices.items():
-        module = EMBEDDING if name == HEAD and weights.architecture.tied else name
-        if isinstance(form, DenseMatrix):
-            arrays[f"{module}.weight"] = mx.array(form.values)
-            continue
-        if form.data.shape[1] % GROUP_SIZE:
-            raise ModelError(
-                f"{name} has {form.data.shape[1]} columns; MLX needs a multiple of {GROUP_SIZE} to quantise it"
-            )
-        names = (f"{module}.{part}" for part in ("weight", "scales", "biases"))
-        arrays |= zip(names, to_mlx(form), strict=True)
-        config["quantization"] = {"group_size": GROUP_SIZE, "bits": 8}
-    mx.save_safetensors(str(destination / "model.safetensors"), arrays, metadata={"format": "mlx"})
-    (destination / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    for file in source.iterdir():
-        if file.is_file() and not file.name.startswith("model") and file.name != "config.json":
-            shutil.copy(file, destination / file.name)

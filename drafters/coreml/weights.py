@@ -23,9 +23,7 @@ from outrider.engine.loading import read_config, read_model
 from outrider.engine.ort.layers import check_rope, rope_angles
 from outrider.protocol.errors import ModelError
 
-GROUP_SIZE = 64
-_INT8_SCALE_BITS = 3  # times an 8-bit number: 11 bits
-_MIN_FLOAT16_EXPONENT = -24  # the exponent of float16's smallest number
+_MIN_SCALE = 2.0**-24  # float16's smallest number
 _BLOCK_ELEMENTS = 1 << 21
 
 HEAD = "lm_head"
@@ -42,11 +40,7 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """`scale` * `data`: int8 [rows, columns], with a float16 scale for each row, [rows, 1].
-
-    The numbers are exactly the same in MLX and in Core ML, because a scale has so few significant bits that every
-    product is exact in float16's eleven.
-    """
+    """`scale` * `data`, rounded to float16: int8 [rows, columns], with a float16 scale for each row, [rows, 1]."""
 
     data: NDArray[np.int8]
     scale: NDArray[np.float16]
@@ -55,7 +49,7 @@ class QuantizedMatrix:
     def values(self) -> NDArray[np.float16]:
         values = np.empty(self.data.shape, np.float16)
         for rows in _row_blocks(self.data):
-            values[rows] = self.data[rows] * self.scale[rows].astype(np.float32)  # exact: eleven bits
+            values[rows] = self.data[rows] * self.scale[rows].astype(np.float32)
         return values
 
 
@@ -63,12 +57,11 @@ WeightMatrix = DenseMatrix | QuantizedMatrix
 
 
 def quantize_int8(dense: NDArray[np.floating]) -> QuantizedMatrix:
-    """Quantises `dense` [rows, columns] with one scale for each row, of three significant bits."""
+    """Quantises `dense` [rows, columns] with one scale for each row."""
     data, scale = np.empty(dense.shape, np.int8), np.empty((dense.shape[0], 1), np.float16)
     for rows in _row_blocks(dense):
         wide = dense[rows].astype(np.float32)
-        step = np.abs(wide).max(axis=1, keepdims=True) / 127
-        scale[rows] = _round_significant(step, _INT8_SCALE_BITS, np.ceil)
+        scale[rows] = np.maximum(np.abs(wide).max(axis=1, keepdims=True) / 127, _MIN_SCALE)
         data[rows] = np.clip(np.rint(wide / scale[rows].astype(np.float32)), -127, 127)
     return QuantizedMatrix(data, scale)
 
@@ -77,24 +70,6 @@ def _row_blocks(matrix: NDArray[Any]) -> list[slice]:
     """Returns slices of rows with a few million numbers each, so that temporary float32 arrays stay small."""
     rows = max(1, _BLOCK_ELEMENTS // matrix.shape[1])
     return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
-
-
-def to_mlx(form: QuantizedMatrix) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns the weight, scales and biases of an affine quantised layer of mlx.nn with the same numbers.
-
-    Groups have `GROUP_SIZE` columns, which must divide the number of columns.
-    """
-    packed = (form.data.astype(np.int16) + 128).astype(np.uint8).view(np.uint32)
-    scale = np.repeat(form.scale, form.data.shape[1] // GROUP_SIZE, axis=1)
-    return mx.array(packed), mx.array(scale), mx.array(np.float16(-128) * scale)
-
-
-def _round_significant(x: NDArray[np.floating], bits: int, rounding: np.ufunc) -> NDArray[np.float16]:
-    """Returns `x` >= 0 rounded to `bits` significant bits on float16's grid; never 0."""
-    mantissa, exponent = np.frexp(x.astype(np.float64))
-    floor = np.maximum(exponent - bits, _MIN_FLOAT16_EXPONENT)
-    rounded = np.ldexp(rounding(np.ldexp(mantissa, exponent - floor)), floor)
-    return np.asarray(np.maximum(rounded, 2.0**_MIN_FLOAT16_EXPONENT), np.float16)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.utils import dequantize_model, load_model
+from mlx_lm.utils import load_model
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import runtimes, trial
@@ -23,6 +23,7 @@ from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLKVRows, Packag
 from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import MODEL_PATH, WEIGHTS_PATH, Package, open_package
 from outrider.drafters.coreml.trial import Trial, TrialResult
+from outrider.drafters.coreml.weights import EMBEDDING, Checkpoint
 from tests import tiny
 from tests.harness import mil_interpreter, mil_program
 from tests.harness.mil_interpreter import NumpyRuntime
@@ -46,14 +47,10 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Converted:
-    """A model on disk, the package converted from it, and ways to run both.
-
-    `twin`: an MLX checkpoint with the package's quantised weights, if they are quantised.
-    """
+    """A model on disk, the package converted from it, and ways to run both."""
 
     model_path: Path
     package: Package
-    twin: Path | None = None
 
     def host(self) -> PackageHost:
         return PackageHost(self.package, NumpyRuntime(self.package.path))
@@ -62,9 +59,13 @@ class Converted:
         return CoreMLDrafter(self.package, NumpyRuntime(self.package.path))
 
     def mlx(self, dtype: mx.Dtype = mx.float32) -> nn.Module:
-        model, _ = load_model(self.twin or self.model_path)
+        """The model, with the package's numbers if they are quantised."""
+        model, _ = load_model(self.model_path)
+        if self.package.layout.weights == "int8":
+            own = Checkpoint(self.model_path, "int8").read(lambda done, total: None)
+            embedding = (f"{EMBEDDING}.weight", mx.array(own.embedding))
+            model.load_weights([embedding, *own.dense("")], strict=False)
         model.set_dtype(dtype)
-        model = dequantize_model(model) if self.twin else model
         return model
 
     def mlx_logits(self, tokens: list[int], dtype: mx.Dtype = mx.float32) -> NDArray[np.float32]:
@@ -134,9 +135,8 @@ def converted(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
         if key not in made:
             model = tiny_model(family, **sizes)
             directory = root / str(len(made))
-            twin = root / f"{len(made)}-twin" if weights == "int8" else None
-            convert(model, directory, Options(weights, context), mlx_out=twin)
-            made[key] = Converted(model, open_package(directory, source=model), twin)
+            convert(model, directory, Options(weights, context))
+            made[key] = Converted(model, open_package(directory, source=model))
         return made[key]
 
     return make

@@ -49,7 +49,7 @@ def test_float16_package_errs_about_as_much_as_mlx_in_float16(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_quantised_package_equals_its_mlx_twin(
+def test_quantised_package_equals_mlx_with_its_weights(
     converted: Callable[..., Converted], text: list[int], tied: bool, figure: Figure
 ) -> None:
     made, text = converted("qwen2", weights="int8", tie_word_embeddings=tied), text[:80]

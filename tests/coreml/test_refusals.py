@@ -225,29 +225,6 @@ def test_disk_that_fills_up_while_converting_leaves_no_files(
     assert expected in conversion_error(tiny_model("llama", **SIZES), tmp_path)
 
 
-@pytest.mark.usefixtures("no_graph")
-@pytest.mark.parametrize(("package", "twin"), [("a", "a"), ("a", "a/mlx"), ("a/package", "a")])
-def test_mlx_copy_and_package_need_separate_folders(tiny_model: Model, tmp_path: Path, package: str, twin: str) -> None:
-    with pytest.raises(InvalidRequest, match="expected two separate folders"):
-        convert(tiny_model("llama", **SIZES), tmp_path / package, SHORT, mlx_out=tmp_path / twin)
-    assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.usefixtures("no_graph")
-def test_disk_that_fills_up_during_the_mlx_copy_leaves_no_files(
-    tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def move(source: Path, destination: Path) -> None:
-        destination.mkdir()
-        (destination / "config.json").write_text("{}")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(shutil, "move", move)
-    with pytest.raises(ModelError, match="No space left on device"):
-        convert(tiny_model("llama", **SIZES), tmp_path / "out" / "package", SHORT, mlx_out=tmp_path / "out" / "twin")
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 def _raise(error: Exception) -> Callable[..., None]:
     def fail(*args: object, **kwargs: object) -> None:
         raise error
