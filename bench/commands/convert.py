@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         "package": str(options.out), "source": manifest.source, "family": manifest.layout.architecture.family,
         "weights": manifest.layout.weights, "context": manifest.layout.context,
         "functions": [function.name for function in manifest.layout.functions], "parameters": manifest.parameters,
-        "bytes": size, "seconds": round(time.monotonic() - started, 2), "notes": list(manifest.notes),
+        "bytes": size, "seconds": round(time.monotonic() - started, 2),
     }  # fmt: skip
     print(json.dumps(result))
     return 0

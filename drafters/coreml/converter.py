@@ -263,7 +263,6 @@ def write_package(model: Path, directory: Path, options: Options, progress: Prog
         parameters=checkpoint.parameters,
         files={path: file_hash(directory / path) for path in package.HASHED_FILES},
         versions={"outrider": __version__, **{name: version(name) for name in ("coremltools", "mlx", "mlx-lm")}},
-        notes=weights.notes,
     )
     manifest.write(directory)
     progress("checking", 1, 1)

@@ -59,7 +59,6 @@ class Manifest:
     parameters: int
     files: dict[str, str]
     versions: dict[str, str]
-    notes: tuple[str, ...] = ()
     format: int = MANIFEST_FORMAT
 
     @property

@@ -18,7 +18,7 @@ from mlx_lm.utils import get_total_parameters
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import layout
-from outrider.drafters.coreml.layout import TRIAL_PROMPT_TOKENS, DecoderArchitecture
+from outrider.drafters.coreml.layout import TRIAL_PROMPT_TOKENS
 from outrider.engine.loading import read_config, read_model
 from outrider.engine.ort.layers import check_rope, rope_angles
 from outrider.protocol.errors import ModelError
@@ -79,12 +79,9 @@ class Weights:
     `embedding` is [vocab, hidden] in float16 (float32 for kind fp32), with the head's numbers if the model is tied.
     """
 
-    architecture: DecoderArchitecture
-    kind: str
     embedding: NDArray[np.floating]
     matrices: dict[str, WeightMatrix] = field(default_factory=dict)
     vectors: dict[str, NDArray[np.floating]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
     def dense(self, prefix: str) -> list[tuple[str, mx.array]]:
         """Returns the weights below the module `prefix` in float32, by their names there."""
@@ -112,7 +109,6 @@ class Checkpoint:
         self._model, _ = read_model(path)
         self.parameters = int(get_total_parameters(self._model))
         self._kind = kind
-        self._source, self._largest, self._flushed, self._total = "", 0.0, 0, 0  # of weights that became float16
 
     def rope(self, positions: int) -> NDArray[np.float32]:
         """Returns cos and sin of positions 0 .. `positions` - 1, [2, positions, head_dim / 2], see `Package.rope`.
@@ -139,7 +135,7 @@ class Checkpoint:
         Raises:
             ModelError: a weight does not fit float16.
         """
-        weights = Weights(self.architecture, self._kind, np.empty((0, 0)))
+        weights = Weights(np.empty((0, 0)))
         modules = [(name, module) for name, module in self._model.named_modules() if "weight" in module]
         for done, (name, module) in enumerate(modules):
             progress(done, len(modules))
@@ -156,11 +152,6 @@ class Checkpoint:
                 weights.vectors[f"{name}.bias"] = self._cast_weight(f"{name}.bias", module["bias"])
             module.clear()
         progress(len(modules), len(modules))
-        if self._source:
-            weights.notes = (
-                f"weights were {self._source} and are float16 here: the largest is {self._largest:.3g} of 65504, "
-                f"{self._flushed} of {self._total} were too small and became 0",
-            )
         return weights
 
     def expected_logits(self, weights: Weights) -> NDArray[np.float32]:
@@ -187,15 +178,10 @@ class Checkpoint:
         return quantize_int8(dense) if self._kind == "int8" else DenseMatrix(dense)
 
     def _cast_weight(self, name: str, array: mx.array) -> NDArray[np.floating]:
-        """Returns `array` as float32 for fp32, else as float16, and records what the conversion changes."""
+        """Returns `array` as float32 for fp32, else as float16."""
         if self._kind == "fp32":
             return np.array(array.astype(mx.float32))
         narrow = np.array(array.astype(mx.float16))
-        if array.dtype != mx.float16:
-            self._source = str(array.dtype).removeprefix("mlx.core.")
-            self._total += array.size
-            self._flushed += int(((array != 0) & (array.astype(mx.float16) == 0)).sum())
-            self._largest = max(self._largest, float(mx.abs(array).max()))
         if not np.isfinite(narrow).all():
             raise ModelError(
                 f"{name} has values up to {float(mx.abs(array).max()):.3g}, beyond float16's 65504 (or NaN); the Neural"

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.utils import load_model
 
 from outrider.drafters.coreml import converter
 from outrider.drafters.coreml.converter import convert
@@ -139,11 +140,11 @@ def test_tied_head_that_is_stored_twice_is_accepted(tiny_model: Model, tmp_path:
 
 
 @pytest.mark.usefixtures("no_graph")
-def test_bfloat16_becomes_float16_with_a_note(tiny_model: Model, tmp_path: Path) -> None:
-    manifest = convert(tiny_model("qwen3", **SIZES, dtype="bfloat16"), tmp_path / "package", SHORT)
-    (note,) = manifest.notes
-    assert note.startswith("weights were bfloat16 and are float16 here: the largest is ")
-    assert convert(tiny_model("qwen3", **SIZES, dtype="float16"), tmp_path / "other", SHORT).notes == ()
+def test_bfloat16_becomes_float16(tiny_model: Model, tmp_path: Path) -> None:
+    model = tiny_model("qwen3", **SIZES, dtype="bfloat16")
+    convert(model, tmp_path / "package", SHORT)
+    found, expected = np.load(tmp_path / "package" / EMBEDDING_FILE), load_model(model)[0].model.embed_tokens.weight
+    assert found.dtype == np.float16 and (found == np.array(expected.astype(mx.float16))).all()
 
 
 @pytest.mark.parametrize("bad", [1e5, np.inf, np.nan])
