@@ -29,9 +29,6 @@ _MIN_ROW_SCALE = 2.0**-10  # rows with a smaller maximum are scaled by this inst
 Progress = Callable[[str, int, int], None]
 """Called with the stage, and its steps done and in total; each stage begins with 0 steps done."""
 
-_BYTES_PER_WEIGHT = {"fp16": 2.0, "fp32": 4.0, "int8": 1.0}
-_SPARE_DISK_BYTES = 1 << 20
-
 
 class _GraphBuilder:
     """Builds a coremltools Function of the decoder in `layout`, one for each number of rows, all with its `weights`.
@@ -222,18 +219,6 @@ def write_error(path: Path, error: OSError) -> ModelError:
     return ModelError(f"{path} can't be written ({error.strerror or error}); free some space, or choose another folder")
 
 
-def _check_space(directory: Path, layout: PackageLayout) -> None:
-    """Raises OSError if the disk has no room for two copies of the weights, which writing a package needs."""
-    sizes = layout.architecture
-    heads = sizes.head_dim * (sizes.heads + sizes.kv_heads)
-    matrices = sizes.layers * sizes.hidden * (2 * heads + 3 * sizes.intermediate) + sizes.vocab_size * sizes.hidden
-    table = sizes.vocab_size * sizes.hidden * (4 if layout.weights == "fp32" else 2)
-    needed = int(matrices * _BYTES_PER_WEIGHT[layout.weights] * 2) + table + _SPARE_DISK_BYTES
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"{free >> 20} MiB free, but about {needed >> 20} MiB are needed")
-
-
 def write_package(model: Path, directory: Path, options: Options, progress: Progress) -> Manifest:
     """Writes the package of the checkpoint `model` into `directory`, which is empty.
 
@@ -248,7 +233,6 @@ def write_package(model: Path, directory: Path, options: Options, progress: Prog
     if options.context > sizes.max_positions:
         raise InvalidRequest(f"context is {options.context}; this model has {sizes.max_positions} positions")
     layout = PackageLayout(sizes, options.weights, options.context)
-    _check_space(directory, layout)
     rope = checkpoint.rope(layout.context)
     weights = checkpoint.read(partial(progress, "reading weights"))
     np.save(directory / package.EMBEDDING_FILE, weights.embedding)
@@ -289,7 +273,6 @@ def _write_mlpackage(
     program.export_as_multifunction = True
     progress(steps - 1, steps)
     tools, export = import_coremltools(), import_coremltools(".converters.mil.backend.mil.load").load
-    # weight.bin is written here first, so it must be on the disk whose space was checked
     with tempfile.TemporaryDirectory(dir=directory) as weights_dir:
         try:
             spec = export(program, weights_dir, specification_version=tools.target.iOS18.value)
