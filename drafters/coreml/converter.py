@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from glob import escape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -194,23 +192,15 @@ def convert(model: Path, destination: Path, options: Options, progress: Progress
     """
     if os.path.exists(destination):
         raise InvalidRequest(f"{destination} already exists; remove it, or choose another folder")
-    unfinished = f".{destination.name}.partial-"
-    for left in destination.parent.glob(f"{escape(unfinished)}[0-9]*"):
-        try:
-            os.kill(int(left.name.removeprefix(unfinished)), 0)
-        except ProcessLookupError:  # it was killed while it converted
-            shutil.rmtree(left, ignore_errors=True)
-        except (PermissionError, ValueError):
-            continue
-    partial_package = destination.parent / f"{unfinished}{os.getpid()}"
     try:
-        partial_package.mkdir(parents=True)
-        manifest = write_package(model, partial_package, options, progress)
-        partial_package.rename(destination)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.partial-") as folder:
+            partial_package = Path(folder, destination.name)
+            partial_package.mkdir()
+            manifest = write_package(model, partial_package, options, progress)
+            partial_package.rename(destination)
     except OSError as error:
         raise write_error(destination, error) from error
-    finally:
-        shutil.rmtree(partial_package, ignore_errors=True)
     return manifest
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,14 +24,6 @@ finally:
         raise RuntimeError("torch or tensorflow was imported")
 """
 """The program `outrider`, which fails at its end if it has imported torch or tensorflow."""
-KILLED = """
-import os
-from outrider.drafters.coreml import converter
-from outrider.orchestrator.cli import main
-converter.write_package = lambda *_, **__: os.kill(os.getpid(), 9)
-main()
-"""
-"""The program `outrider`, killed while it writes the package."""
 
 
 def test_one_model_makes_one_package_without_torch_or_tensorflow(
@@ -42,10 +33,6 @@ def test_one_model_makes_one_package_without_torch_or_tensorflow(
     out = tmp_path / "deep" / "package"
     line = ["convert", "--model", str(model), "--out", str(out), "--context", "64",
             "--weights", "int8"]  # fmt: skip
-    assert subprocess.run([sys.executable, "-c", KILLED, *line], timeout=200, check=False).returncode == -9
-    assert any(out.parent.iterdir())
-    other = out.parent / f".package.partial-{os.getpid()}"  # of a process that still runs
-    other.mkdir()
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, *line], capture_output=True, text=True, timeout=200, check=False
     )
@@ -56,7 +43,7 @@ def test_one_model_makes_one_package_without_torch_or_tensorflow(
     assert done.stderr == "", "no progress without a terminal, and nothing of coremltools'"
     package = open_package(out, source=model)
     assert package.layout.context == 64 and package.manifest.versions["coremltools"]
-    assert set(out.parent.iterdir()) == {out, other}
+    assert set(out.parent.iterdir()) == {out}
 
 
 def test_invalid_input_is_one_error_line_and_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
