@@ -6,7 +6,6 @@ Knows mlx-lm's module names; knows nothing of graphs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,6 @@ class Checkpoint:
         if not (path / "config.json").is_file() or not any(path.glob("model*.safetensors")):
             raise ModelError(f"{path} is not a model folder; expected config.json and model*.safetensors in it")
         self.path, self.architecture = path, layout.read_architecture(read_config(path))
-        _check_tied_head(path, self.architecture.tied)
         self._model, _ = read_model(path)
         self.parameters = int(get_total_parameters(self._model))
         self._kind = kind
@@ -188,26 +186,6 @@ class Checkpoint:
                 " Engine computes in float16 (use --draft-backend mlx for this model)"
             )
         return narrow
-
-
-def _check_tied_head(path: Path, tied: bool) -> None:
-    """Raises ModelError if config.json and the checkpoint disagree on tied embeddings."""
-    tensors: dict[str, mx.array] = {}  # not read yet
-    for file in path.glob("model*.safetensors"):
-        with suppress(RuntimeError):  # loading reports damaged files
-            found: Any = mx.load(str(file))
-            tensors |= found
-    head, embedding = tensors.get(f"{HEAD}.weight"), tensors.get(f"{EMBEDDING}.weight")
-    if head is None and not tied:
-        raise ModelError(
-            f"{path}: config.json says the output head is untied, but the checkpoint has no lm_head.weight; "
-            "set tie_word_embeddings to true, or add lm_head.weight"
-        )
-    if tied and head is not None and (embedding is None or not mx.array_equal(head, embedding)):
-        raise ModelError(
-            f"{path}: config.json says the output head is tied to the embedding, but the checkpoint has another "
-            "lm_head.weight; expected tie_word_embeddings: false or no such tensor"
-        )
 
 
 def _dequantize(module: nn.Module) -> mx.array:
