@@ -28,7 +28,7 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.pairing.model_files import find_model
 
 COLUMNS = ("weights", "units", "good", "agreement", "distance", "load s", "q1 ms", "q8 ms",
-           "q16 ms", "q32 ms", "prefill64 ms", "engine share q1", "why not")  # fmt: skip
+           "q16 ms", "q32 ms", "prefill64 ms", "engine share", "why not")  # fmt: skip
 _UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU") if sys.platform == "darwin" else ("CPU_ONLY",)
 _DECODE_STEPS = 60
 
@@ -40,7 +40,7 @@ def row_cells(weights: str, units: str, row: TrialResult) -> tuple[str, ...]:
         return (*head, *[""] * (len(COLUMNS) - len(head) - 1), row.reason)
     found = row.trial
     times = [f"{found.ms[name]:.3f}" for name in ("q1", "q8", "q16", "q32", "prefill64")]
-    share = f"{found.engine_share['q1']:.3f}" if "q1" in found.engine_share else ""
+    share = "" if found.engine_share is None else f"{found.engine_share:.3f}"
     measured = (f"{found.agreement:.3f}", f"{found.distance:.4f}", f"{found.load_seconds:.1f}")
     return (*head, *measured, *times, share, row.reason)
 

@@ -91,10 +91,10 @@ def measure_core_ml(checkpoint: Path, try_now: bool) -> list[Placement]:
         result = trial.try_once(package, units, log.info) if try_now else trial.kept_result(package, units)
         if result is None:
             result = TrialResult("not measured yet: run `outrider doctor --probe`")
-        ms, share = (result.trial.ms, result.trial.engine_share) if result.trial is not None else ({}, {})
+        ms, share = (result.trial.ms, result.trial.engine_share) if result.trial is not None else ({}, None)
         name, note = f"Core ML on {units}, {package.layout.weights}", result.reason or _COREML_NOTE
         eight = ms.get(f"q{_TREE_ROWS}")
-        places.append(Placement(name, not result.reason, ms.get("q1"), eight, share.get("q1"), note))
+        places.append(Placement(name, not result.reason, ms.get("q1"), eight, share, note))
     return places
 
 

@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 MASK_VALUE = -1e4  # float16 can hold it, and exp() of it is 0
 _CACHE_INPUTS = ("k_past", "v_past")
 
-
 TextCache = dict[str, NDArray[np.float32]]
 """One text's keys and values [layers, kv_heads, slots, head_dim], by the names of the inputs."""
 

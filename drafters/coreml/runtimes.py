@@ -148,25 +148,19 @@ def has_neural_engine() -> bool:
     return True
 
 
-def engine_share(package: Package, units: str) -> dict[str, float]:
-    """Returns, for each function with a plan, the share of its operations planned for the Neural Engine.
+def engine_share(package: Package, units: str) -> float | None:
+    """Returns the share of the first function's operations that are planned for the Neural Engine.
 
-    The plan is only informative; without one, the result is {}.
+    The plan is only informative; without one, the result is None.
     """
     devices, plans = import_coremltools(".models.compute_device"), import_coremltools(".models.compute_plan")
+    placed = []
     with suppress(DeviceUnavailable), _convert_errors("Core ML does not answer"):
-        plan = plans.MLComputePlan.load_from_path(
-            str(ensure_compiled(package)), import_coremltools().ComputeUnit[units]
-        )
-        program, shares = plan.model_structure.program, {}
-        for name, function in program.functions.items() if program is not None else ():
-            placed = []
-            for operation in function.block.operations:
-                usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
-                constant = operation.operator_name.split(".")[-1].startswith(_CONSTANT_OPERATORS)
-                if usage is not None and not constant:
-                    placed.append(isinstance(usage.preferred_compute_device, devices.MLNeuralEngineComputeDevice))
-            if placed:  # a plan reports nothing for functions that it does not cover
-                shares[name] = round(sum(placed) / len(placed), 4)
-        return shares
-    return {}
+        compiled, unit = str(ensure_compiled(package)), import_coremltools().ComputeUnit[units]
+        plan = plans.MLComputePlan.load_from_path(compiled, unit)
+        for operation in plan.model_structure.program.functions[package.layout.functions[0].name].block.operations:
+            usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
+            constant = operation.operator_name.split(".")[-1].startswith(_CONSTANT_OPERATORS)
+            if usage is not None and not constant:
+                placed.append(isinstance(usage.preferred_compute_device, devices.MLNeuralEngineComputeDevice))
+    return round(sum(placed) / len(placed), 4) if placed else None

@@ -58,7 +58,7 @@ class Trial:
 
     `agreement`: the share of compared rows whose best token is that of `Package.expected` (see `agreement`);
     `distance`: the mean total variation between the two distributions. `ms`: median milliseconds a call by function;
-    `engine_share`: the share of operations that Core ML plans for the Neural Engine, {} without a plan.
+    `engine_share`: the share of operations that Core ML plans for the Neural Engine, None without a plan.
     `load_seconds` includes the compilation, if the package was not compiled before.
     """
 
@@ -66,7 +66,7 @@ class Trial:
     agreement: float
     distance: float
     ms: dict[str, float]
-    engine_share: dict[str, float]
+    engine_share: float | None
 
     @property
     def fault(self) -> str:

@@ -30,7 +30,7 @@ from tests.harness.mil_interpreter import NumpyRuntime
 from tests.harness.mil_program import SavedModel
 
 MS = {"q1": 2.25, "q8": 2.5, "q16": 3.0, "q32": 4.0, "prefill64": 6.0}
-GOOD = Trial(2.0, 1.0, 0.001, MS, {"q1": 0.97})
+GOOD = Trial(2.0, 1.0, 0.001, MS, 0.97)
 VOCAB = 512
 CONTEXT = 256
 

@@ -234,4 +234,4 @@ def test_a_trial_of_core_ml_compiles_loads_and_compares(fake: FakeCoreML, conver
     found = trial.measure_package(converted("llama").package, "CPU_ONLY", 20)
     assert found.agreement == 1.0 and found.distance < 0.02 and found.fault == ""
     assert len(fake.compiled) == 1 and [name for name, _ in fake.loaded] == ["q1", "q8", "q16", "q32", "prefill64"]
-    assert found.engine_share == {}  # the stand-in makes no plans
+    assert found.engine_share is None  # the stand-in makes no plans

@@ -135,8 +135,11 @@ def test_engine_share_counts_only_operations_that_compute(
     operations = [("ios18.conv", engine), ("ios16.constexpr_blockwise_shift_scale", cpu), ("const", cpu),
                   ("ios18.softmax", cpu), ("ios18.matmul", engine), ("add", None)]  # fmt: skip
     package = converted("llama").package
-    use_plan(monkeypatch, FakeComputePlan({"q1": operations, "q8": [("add", None)]}, [cpu]))
-    assert runtimes.engine_share(package, "CPU_AND_NE") == {"q1": 0.6667}  # the plan says nothing about q8
+    use_plan(monkeypatch, FakeComputePlan({"q1": operations}, [cpu]))
+    assert runtimes.engine_share(package, "CPU_AND_NE") == 0.6667
+    for empty in ({"q1": [("add", None)]}, {}):
+        use_plan(monkeypatch, FakeComputePlan(empty, [cpu]))
+        assert runtimes.engine_share(package, "CPU_AND_NE") is None
     assert not runtimes.has_neural_engine()
 
 
@@ -145,7 +148,7 @@ def test_trial_continues_without_a_compute_plan_or_a_device_list(
 ) -> None:
     package = converted("llama").package
     use_plan(monkeypatch, FakeComputePlan(None, []))
-    assert runtimes.engine_share(package, "CPU_AND_NE") == {} and runtimes.has_neural_engine()
+    assert runtimes.engine_share(package, "CPU_AND_NE") is None and runtimes.has_neural_engine()
     use_plan(monkeypatch, FakeComputePlan(None, ["MLCPUComputeDevice"]))
     assert trial.measure_package(package, "CPU_ONLY", 1).fault == ""
     with pytest.raises(DeviceUnavailable, match="can't use a Neural Engine"):
