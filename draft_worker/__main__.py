@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=BACKENDS, default="mlx")
     parser.add_argument("--model", required=True, help="a model directory")
     parser.add_argument("--target", default="", help="the model whose hidden states a head reads")
-    parser.add_argument("--prefill", default="auto", help="what reads prompts for mlx: auto, mlx, coreml or a package")
+    parser.add_argument("--prefill", default="mlx", help="what reads prompts for mlx: mlx, coreml or a package")
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="where MLX computes")
     parser.add_argument("--fan-out", choices=sorted(FAN_OUT_POLICIES), default="best-first")
     parser.add_argument("--vocabulary", default="", help="a digest of the texts of the model's tokens")

@@ -170,7 +170,7 @@ class DrafterFault(OutriderError):
 
 
 def make_drafter(
-    backend: str, model: str, progress: Callable[[str], None], prefill: str = "auto", target: str = ""
+    backend: str, model: str, progress: Callable[[str], None], prefill: str = "mlx", target: str = ""
 ) -> Drafter:
     """Returns the drafter `backend` for `model` (a model folder; for `coreml` also a package).
 

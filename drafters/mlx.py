@@ -38,7 +38,7 @@ class MlxDrafter(Drafter):
         """Loads the model and checks that branches reproduce its logits.
 
         Args:
-            reader: reads prompts in the model's place if it is faster; or why the backend asked for can't be used.
+            reader: reads prompts in the model's place; or why the backend asked for can't be used.
 
         Raises:
             ModelError: there is no such model, or no tree of it is exact.

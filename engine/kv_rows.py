@@ -117,7 +117,7 @@ class ReadingFault(OutriderError):
 
 PromptReader = Callable[[Sequence[int]], Iterator[LayerKVs]]
 """Reads prompts instead of a model, by the same weights. Yields keys (rotated) and values of a prompt's first tokens in
-pieces: none if the model is faster. Raises ReadingFault if it fails."""
+pieces. Raises ReadingFault if it fails."""
 
 
 @cache_per_model

@@ -264,7 +264,7 @@ class PlacedEngine(EngineActor):
         drafts_elsewhere = placed.drafter.on == "other-host"
         own: dict[str, Any] = {"endpoint": here, "keyed": True, "keys": keyring.folder, "pin_cores": False}
         if drafts_elsewhere:
-            own |= {"workers_endpoint": here, "draft_backend": "ngram", "draft_model": None, "draft_prefill": "auto"}
+            own |= {"workers_endpoint": here, "draft_backend": "ngram", "draft_model": None, "draft_prefill": "mlx"}
         self._cluster = LocalCluster(**cast("Settings", {**asdict(settings), **own}))
         exit_after(self._cluster.wait, "the engine's server ended with code {}; it is replaced")
         if drafts_elsewhere:

@@ -82,7 +82,7 @@ printf '# Outrider on a Mac\n\n%s, %s, draft `%s`, target `%s`\n' "$(date -u +%Y
 
 step "This machine, and the time per token of each placement" "$python" -P -m outrider.drafters.coreml.doctor --model "$draft" --probe
 step "Tests that need macOS" "$python" -m pytest -m macos -rs -v --timeout 1800 tests/coreml
-step "Every mode, weight kind and unit: agreement, placement, latency, a soak of $predictions predictions; the GPU at the same time" \
+step "Every weight kind and unit: agreement, placement, latency, a soak of $predictions predictions; the GPU at the same time" \
     "$python" -P -m tools.coreml_survey --model "$draft" --target "$target" --predictions "$predictions"
 keep_stderr=yes step "Overlap timing, MLX drafter" "$python" -P -m tools.overlap_timing --model "$target" \
     --draft-model "$draft"

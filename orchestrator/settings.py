@@ -123,7 +123,7 @@ class ServeSettings:
     head_in: str = _enum("target", ("target", "draft-worker"), MODELS, help="the process that a head drafts in")
     drafters: int = count(1, 1, MAX_DRAFTERS, DRAFTING, help="number of draft processes, which share the outcomes")
     draft_prefill: str = setting(
-        "auto", values.check_text, DRAFTING, "auto|mlx|coreml|PACKAGE",
+        "mlx", values.check_text, DRAFTING, "mlx|coreml|PACKAGE",
         help="what reads prompts for a drafter on MLX",
     )  # fmt: skip
     draft_device: str = _enum(
@@ -238,7 +238,7 @@ class ServeSettings:
 
         Another implementation of the target (`WORKER_MODULES_VARIABLE`) need not be able to.
         """
-        on_target = self.draft_device == "auto" and self.draft_prefill in ("auto", "mlx")
+        on_target = self.draft_device == "auto" and self.draft_prefill == "mlx"
         only_one = self.drafters == 1 and WORKER_MODULES_VARIABLE not in os.environ
         return self.draft_backend == "mlx" and on_target and only_one
 
@@ -275,7 +275,7 @@ class ServeSettings:
             yield "advertise needs workers_endpoint, the endpoint that it announces"
         if self.await_target and self.shards > 1:
             yield "await_target starts no target; expected shards on the target's own command line, or neither"
-        if self.draft_prefill != "auto" and self.draft_backend not in ("mlx", "auto"):
+        if self.draft_prefill != "mlx" and self.draft_backend not in ("mlx", "auto"):
             yield f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
         if self.draft_backend == "ngram" and not self.ngrams and self.workers_endpoint is None:
             yield "draft_backend ngram drafts nothing without ngrams; leave out one of the two settings"

@@ -125,28 +125,24 @@ class ModelRunner:
 
     def advance(self, running: Collection[TargetRequest]) -> tuple[list[VerifyResult], list[TargetRequest]]:
         """Begins or ends one forward. Returns its results, and the requests that read a piece of their prompt."""
-        failed: list[VerifyResult] = []
-        flight = self._flight or self._begin_next(running, failed)
+        flight = self._flight or self._begin_next(running)
         if flight is None:
-            return failed, []
+            return [], []
         alone = self._flight is None
         self._flight = None
         if alone and self._followers(flight, running):
             self._flight = flight  # read once the next forward has begun
-            return failed, []
-        return failed + self._settle(flight, running), flight.readers
+            return [], []
+        return self._settle(flight, running), flight.readers
 
-    def _begin_next(self, running: Collection[TargetRequest], failed: list[VerifyResult]) -> InFlightForward | None:
-        """Begins a forward over all requests with something to feed; appends failed requests to `failed`."""
-        parts, started_ns = list[ForwardPart](), clock.now()
+    def _begin_next(self, running: Collection[TargetRequest]) -> InFlightForward | None:
+        """Begins a forward over all requests with something to feed."""
         draft_together([request for request in running if request.needs_draft])
-        for request in running:
-            if not request.has_next or request.needs_draft:  # its drafter has not read the text yet
-                continue
-            try:
-                parts.append(ForwardPart(request, request.next_input(), request.slot.fed))
-            except OutriderError as error:
-                failed.append(VerifyResult(request, error, Span(started_ns, clock.now()), 0))
+        parts = [
+            ForwardPart(request, request.next_input(), request.slot.fed)
+            for request in running
+            if request.has_next and not request.needs_draft  # else its drafter has not read the text yet
+        ]
         parts += self._plan_chunks(running, count_rows(parts))
         return _launch(parts, clock.now()) if parts else None
 

@@ -131,7 +131,7 @@ class TargetRequest:
     offered: bool = False
     listener: FeatureListener | None = None
     _drafting: dict[str, DraftSession] = field(default_factory=dict)
-    _proposed: tuple[Continuation | OutriderError, Span] | None = None
+    _proposed: tuple[Continuation, Span] | None = None
 
     @property
     def request(self) -> str:
@@ -193,8 +193,8 @@ class TargetRequest:
     def next_input(self) -> VerifyInput:
         """Returns what it verifies in its next round. An in-process drafter has drafted before (`draft_together`)."""
         own = self.next_proposal or DraftTokens()
-        if self.draft is not None:
-            proposed, _ = self._in_process_proposal()
+        if self._proposed is not None:
+            proposed, _ = self._proposed
             if not own.chain or not self.takes_trees:
                 return VerifyInput(self.slot, proposed.chain, proposed.q, proposed.parents)
             both = merge_trees(
@@ -204,12 +204,15 @@ class TargetRequest:
         return VerifyInput(self.slot, own.chain, own.q, own.parents)
 
     def on_verify(self, message: Verify) -> None:
-        """Sets its next round."""
+        """Sets its next round. Raises InvalidRequest if that is for a drafter that is not in this process."""
         proposal, self._proposed = message.proposal, None
         self.ended = self.halting = False
         own = proposal if isinstance(proposal, DraftTokens) else DraftTokens(message.chain, message.parents)
         self.next_proposal = own
         self.autonomous, self.draft = message.autonomous, message.draft
+        if self.draft is not None and self.drafter not in self.drafters:
+            known = ", ".join(self.drafters) or "no draft"
+            raise InvalidRequest(f"this target has no in-process drafter {self.drafter!r}; expected {known}")
         self.max_tokens = proposal.max_tokens if isinstance(proposal, DraftInProcess | Autonomous) else 0
         self.slot.all_cores = message.all_cores
 
@@ -225,7 +228,7 @@ class TargetRequest:
         committed = tuple(self.slot.tokens[base_len:])
         proposed = None
         if self._proposed is not None:
-            draft, span = self._in_process_proposal()
+            draft, span = self._proposed
             proposed = InProcessDraft(draft.chain, span, draft.parents)
         self._proposed = None
         if not self.answers:  # includes the prompt's reading
@@ -299,11 +302,9 @@ class TargetRequest:
 
     def turn(self) -> DraftTurn:
         """Returns the turn of its in-process drafter, whose session opens the first time."""
-        if self.draft is None or self.drafter not in self.drafters:
-            known = ", ".join(self.drafters) or "no draft"
-            raise InvalidRequest(f"this target has no in-process drafter {self.drafter!r}; expected {known}")
-        min_prob, depth = self.draft.min_prob if self.takes_trees else 1.0, min(self.draft.depth, self.max_tokens - 1)
-        task = structs.replace(self.draft, depth=depth, min_prob=min_prob)
+        task = cast(InProcess, self.draft)
+        min_prob = task.min_prob if self.takes_trees else 1.0
+        task = structs.replace(task, depth=min(task.depth, self.max_tokens - 1), min_prob=min_prob)
         return self._session(self.drafter).turn(self.slot.tokens, task)
 
     def _session(self, drafter: str) -> DraftSession:
@@ -312,30 +313,21 @@ class TargetRequest:
         return self._drafting[drafter]
 
     def set_proposal(self, draft: Continuation | OutriderError, span: Span) -> None:
-        """Sets the draft, or an error: an InvalidRequest ends the request, others only its drafter's drafting.
+        """Sets the draft; an error ends the drafting of its drafter.
 
         End tokens are left out. If the target verifies only chains, only the first branch of a tree is kept.
         """
-        if isinstance(draft, OutriderError) and not isinstance(draft, InvalidRequest):
+        if isinstance(draft, OutriderError):
             log.warning("the drafter stops drafting for this request: %s", draft, extra={"request": self.request})
             self._session(self.drafter).close(discard=True)
             draft = Continuation()
-        if isinstance(draft, Continuation):
-            tree = draft if self.takes_trees else Continuation(draft.line, draft.q)
-            draft = tree.without(self.opened.eos)
-        self._proposed = draft, span
+        tree = draft if self.takes_trees else Continuation(draft.line, draft.q)
+        self._proposed = tree.without(self.opened.eos), span
 
     @property
     def takes_trees(self) -> bool:
         """True if it verifies trees: the target can, and verification is by equality."""
         return self.slot.kv_cache.trees and not self.slot.sampler.params.is_residual
-
-    def _in_process_proposal(self) -> tuple[Continuation, Span]:
-        draft, span = cast(tuple[Continuation | OutriderError, Span], self._proposed)
-        if isinstance(draft, OutriderError):
-            self._proposed = None
-            raise draft
-        return draft, span
 
 
 def draft_together(requests: Sequence[TargetRequest]) -> None:

@@ -1,4 +1,4 @@
-"""Tries a draft's Core ML packages in every mode, with every kind of weights and compute unit, and prints a table.
+"""Tries a draft's Core ML packages with every kind of weights on every compute unit, and prints a table.
 
 `launch/mac_check.sh` runs it on a Mac. Each trial runs in a process of its own, because it may crash. On other systems
 the interpreter of `tests.harness` replaces the device, to test the survey itself.
@@ -13,47 +13,43 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafters.coreml import trial
-from outrider.drafters.coreml.layout import Mode
 from outrider.drafters.coreml.package import Package
-from outrider.drafters.coreml.selection import Packages
+from outrider.drafters.coreml.selection import cached_package
 from outrider.drafters.coreml.trial import TrialResult
 from outrider.engine.loading import load as load_model
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.pairing.model_files import find_model
 
-COLUMNS = ("mode", "weights", "units", "good", "agreement", "distance", "compile s", "load s", "q1 ms", "q8 ms",
-           "q16 ms", "q32 ms", "prefill64 ms", "engine share q1", "why not")  # fmt: skip
-_MAC_UNITS = (("CPU_AND_NE", ("fp16", "int8")), ("CPU_ONLY", ("fp16", "int8")), ("CPU_AND_GPU", ("fp16", "int4")))
-_OTHER_UNITS = (("CPU_ONLY", ("fp16", "int8", "int4")),)
+COLUMNS = ("weights", "units", "good", "agreement", "distance", "load s", "q1 ms", "q8 ms",
+           "q16 ms", "q32 ms", "prefill64 ms", "engine share", "why not")  # fmt: skip
+_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU") if sys.platform == "darwin" else ("CPU_ONLY",)
 _DECODE_STEPS = 60
 
 
-def row_cells(row: TrialResult) -> tuple[str, ...]:
+def row_cells(weights: str, units: str, row: TrialResult) -> tuple[str, ...]:
     """Returns the cells of a table row."""
-    head = (row.options.mode.value, row.options.weights, row.units, "NO" if row.reason else "yes")
+    head = (weights, units, "NO" if row.reason else "yes")
     if row.trial is None:
         return (*head, *[""] * (len(COLUMNS) - len(head) - 1), row.reason)
     found = row.trial
     times = [f"{found.ms[name]:.3f}" for name in ("q1", "q8", "q16", "q32", "prefill64")]
-    share = f"{found.engine_share['q1']:.3f}" if "q1" in found.engine_share else ""
-    seconds = (f"{found.compile_seconds:.1f}", f"{found.load_seconds:.1f}")
-    return (*head, f"{found.agreement:.3f}", f"{found.distance:.4f}", *seconds, *times, share, row.reason)
+    share = "" if found.engine_share is None else f"{found.engine_share:.3f}"
+    measured = (f"{found.agreement:.3f}", f"{found.distance:.4f}", f"{found.load_seconds:.1f}")
+    return (*head, *measured, *times, share, row.reason)
 
 
-def run_survey(packages: Packages, predictions: int) -> Iterator[TrialResult]:
-    """Converts the draft for each mode and weight kind, and tries each package on its compute units."""
-    for mode in Mode:
-        for units, kinds in _MAC_UNITS if sys.platform == "darwin" else _OTHER_UNITS:
-            for weights in kinds:
-                options = replace(packages.variants[0], mode=mode, weights=weights)
-                yield trial.run_trial(packages.get(options), units, predictions)
+def run_survey(draft: Path, predictions: int) -> Iterator[tuple[str, ...]]:
+    """Converts the draft with each kind of weights, tries each package on its compute units, and yields table rows."""
+    for weights, units in product(("fp16", "int8"), _UNITS):
+        package = cached_package(draft, lambda stage: None, weights)
+        yield row_cells(weights, units, trial.run_trial(package, units, predictions))
 
 
 def measure_slowdown(target: str, package: Package, units: str) -> str:
@@ -73,8 +69,7 @@ def measure_slowdown(target: str, package: Package, units: str) -> str:
     decode()
     alone = decode()
     with tempfile.TemporaryDirectory() as directory:
-        result = str(Path(directory) / "trial.json")
-        command = trial.trial_command(package, units, "--predictions", str(10**6), "--result", result)
+        command = trial.trial_command(package, units, 10**6, Path(directory) / "trial.json")
         silent = subprocess.DEVNULL
         drafting = subprocess.Popen(command, stdout=silent, stderr=silent)
         try:
@@ -99,15 +94,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    packages = Packages(find_model(options.model).folder)
+    draft = find_model(options.model).folder
     _print_row(COLUMNS)
     _print_row(["---"] * len(COLUMNS))
-    for tried in run_survey(packages, options.predictions):
-        _print_row(row_cells(tried))
+    for row in run_survey(draft, options.predictions):
+        _print_row(row)
     if options.target:
         units = "CPU_AND_NE" if sys.platform == "darwin" else "CPU_ONLY"
         folder = str(find_model(options.target).folder)
-        print(f"\n{measure_slowdown(folder, packages.get(packages.variants[0]), units)}")
+        print(f"\n{measure_slowdown(folder, cached_package(draft, lambda stage: None), units)}")
     return 0
 
 

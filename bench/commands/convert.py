@@ -7,14 +7,14 @@ import json
 import time
 from pathlib import Path
 
-from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHT_FORMATS, Mode, Options
+from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHT_FORMATS, Options
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pairing.model_files import find_model
 
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
-    wanted = Options(Mode(options.mode), options.weights, options.context)
+    wanted = Options(options.weights, options.context)
     from outrider.drafters.coreml.converter import convert  # deferred: imports MLX and coremltools
 
     screen = Screen()
@@ -23,15 +23,15 @@ def run(options: argparse.Namespace) -> int:
         screen.show(f"{stage}: {done} of {total}")
 
     try:
-        manifest = convert(find_model(options.model).folder, options.out, wanted, show, options.mlx_out)
+        manifest = convert(find_model(options.model).folder, options.out, wanted, show)
     finally:
         screen.clear()
     size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())
     result = {
         "package": str(options.out), "source": manifest.source, "family": manifest.layout.architecture.family,
-        "mode": manifest.layout.mode.value, "weights": manifest.layout.weights, "context": manifest.layout.context,
+        "weights": manifest.layout.weights, "context": manifest.layout.context,
         "functions": [function.name for function in manifest.layout.functions], "parameters": manifest.parameters,
-        "bytes": size, "seconds": round(time.monotonic() - started, 2), "notes": list(manifest.notes),
+        "bytes": size, "seconds": round(time.monotonic() - started, 2),
     }  # fmt: skip
     print(json.dumps(result))
     return 0
@@ -42,11 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="ID|PATH", help=source)
     package = "the package's directory, which must not exist; required"
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help=package)
-    cache = "how keys and values are kept, see docs/coreml.md (default: %(default)s)"
-    parser.add_argument("--mode", choices=[mode.value for mode in Mode], default=Mode.STATELESS.value, help=cache)
     numbers = "the format of the weights (default: %(default)s)"
     parser.add_argument("--weights", choices=WEIGHT_FORMATS, default="fp16", help=numbers)
     positions = "the context length of the package, in tokens (default: %(default)s)"
     parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, metavar="N", help=positions)
-    twin = "also write an mlx-lm checkpoint with the same numbers (default: none)"
-    parser.add_argument("--mlx-out", type=Path, metavar="PATH", help=twin)

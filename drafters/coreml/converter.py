@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from glob import escape
 from importlib.metadata import version
-from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider import __version__
 from outrider.drafters.coreml import package
-from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, Options, PackageFunction, PackageLayout
+from outrider.drafters.coreml.layout import DecoderArchitecture, Options, PackageFunction, PackageLayout
 from outrider.drafters.coreml.package import Manifest, import_coremltools
-from outrider.drafters.coreml.weights import EMBEDDING, GROUP_SIZE, HEAD, NORM, Checkpoint, DenseMatrix, Weights, to_mlx
-from outrider.protocol.digest import file_hash, model_digest, read_json
+from outrider.drafters.coreml.weights import HEAD, NORM, Checkpoint, DenseMatrix, Weights
+from outrider.protocol.digest import file_hash, model_digest
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 _MIN_ROW_SCALE = 2.0**-10  # rows with a smaller maximum are scaled by this instead, so that eps / max**2 fits float16
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage, and its steps done and in total; each stage begins with 0 steps done."""
-
-_BYTES_PER_WEIGHT = {"fp16": 2.0, "fp32": 4.0, "int8": 1.0, "int4": 0.53}
-_SPARE_DISK_BYTES = 1 << 20
 
 
 class _GraphBuilder:
@@ -44,7 +36,8 @@ class _GraphBuilder:
     mask over [slots of the cache | the rows themselves] in place of the tree.
 
     `_past` and `_new` hold the keys "k" and values "v" of each layer, (1, kv_heads, slots or rows, head_dim): the cache
-    before the call, and the call's rows.
+    before the call, and the call's rows. The outputs are the new rows of all layers, `k_new` and `v_new` (layers,
+    kv_heads, rows, head_dim), and the logits (1, chunk, 1, rows) of each chunk of the vocabulary.
     """
 
     def __init__(self, layout: PackageLayout, weights: Weights, function: PackageFunction) -> None:
@@ -59,9 +52,14 @@ class _GraphBuilder:
 
     def build(self) -> Any:
         target = import_coremltools().target.iOS18
-        with self._mil.Function(self._input_specs(), opset_version=target) as function:
+        number = self._mil.types.fp32 if self._float is np.float32 else self._mil.types.fp16
+        inputs = {
+            name: self._mb.placeholder(shape=shape, dtype=number, name=name)
+            for name, shape in self._layout.inputs(self._function).items()
+        }
+        with self._mil.Function(inputs, opset_version=target) as function:
             self._inputs = function.inputs
-            self._past: dict[str, list[Any]] = self._read_past()
+            self._past = {kind: self._split(self._inputs[f"{kind}_past"]) for kind in "kv"}
             self._new: dict[str, list[Any]] = {"k": [], "v": []}
             x, last = self._inputs["x"], self._sizes.layers - 1
             for layer in range(self._sizes.layers):
@@ -70,59 +68,11 @@ class _GraphBuilder:
                 self._append_kv(f"{name}.self_attn", normed)
                 if self._function.logits or layer < last or layer == 0:  # a prefill only fills the cache
                     x = self._build_layer(name, x, normed, layer)
-            self._write_states()
-            output_names = {tensor.name for tensor in self._layout.outputs(self._function)}
-            outputs = [
-                self._concat(self._new[kind], 0, f"{kind}_new") for kind in "kv" if f"{kind}_new" in output_names
-            ]
+            outputs = [self._concat(self._new[kind], 0, f"{kind}_new") for kind in "kv"]
             if self._function.logits:
                 outputs += self._project_logits(x)
             function.set_outputs(outputs)
         return function
-
-    # --- inputs and cache ---------------------------------------------------------------------------------------
-
-    def _input_specs(self) -> dict[str, Any]:
-        specs = {}
-        number = self._mil.types.fp32 if self._float is np.float32 else self._mil.types.fp16
-        for tensor in self._layout.inputs(self._function):
-            dtype = self._mil.types.int32 if tensor.integer else number
-            specs[tensor.name] = self._mb.placeholder(shape=tensor.shape, dtype=dtype, name=tensor.name)
-        for tensor in self._layout.states():
-            specs[tensor.name] = self._mb.StateTensorSpec(tensor.shape, self._mil.types.fp16)
-        return specs
-
-    def _read_past(self) -> dict[str, list[Any]]:
-        inputs, layers, read = self._inputs, range(self._sizes.layers), self._mb.read_state
-        match self._layout.mode:
-            case Mode.STATELESS:
-                return {kind: self._split(inputs[f"{kind}_past"]) for kind in "kv"}
-            case Mode.HYBRID:
-                return {kind: [read(input=inputs[f"{kind}_state_{i}"]) for i in layers] for kind in "kv"}
-            case Mode.ONEHOT:
-                self._full_states = {kind: read(input=inputs[f"{kind}_state"]) for kind in "kv"}
-                return {kind: self._split(whole) for kind, whole in self._full_states.items()}
-
-    def _write_states(self) -> None:
-        """Writes the new rows into the states, if the package has states."""
-        mb, inputs = self._mb, self._inputs
-        if self._layout.mode is Mode.ONEHOT:
-            write = inputs["write"]
-            keep = mb.sub(x=np.float16(1), y=mb.reduce_sum(x=write, axes=[-1], keep_dims=True))
-            for kind in "kv":
-                kept = mb.mul(x=self._full_states[kind], y=keep)
-                moved = mb.matmul(x=write, y=self._concat(self._new[kind], 0))
-                mb.coreml_update_state(state=inputs[f"{kind}_state"], value=mb.add(x=kept, y=moved))
-        if self._layout.mode is Mode.HYBRID:
-            zero, past = np.zeros(1, np.int32), mb.add(x=inputs["pos"], y=np.int32(self._rows))
-            begin = mb.concat(values=[zero, zero, inputs["pos"], zero], axis=0)
-            end = mb.concat(values=[zero, zero, past, zero], axis=0)
-            window = {"begin": begin, "end": end, "end_mask": [True, True, False, True]}  # slots [pos, pos + rows)
-            for layer, kind in product(range(self._sizes.layers), "kv"):
-                update = mb.slice_update(x=self._past[kind][layer], update=self._new[kind][layer], **window)
-                mb.coreml_update_state(state=inputs[f"{kind}_state_{layer}"], value=update)
-
-    # --- the decoder --------------------------------------------------------------------------------------------
 
     def _build_layer(self, name: str, x: Any, normed: Any, layer: int) -> Any:
         mb = self._mb
@@ -209,14 +159,9 @@ class _GraphBuilder:
         key = name if last is None else f"{name}[{first}:{last}]"
         if isinstance(form, DenseMatrix):
             return self._const(key, _as_conv_kernel(form.values[rows]))
-        data, zero = form.data[rows], None
-        if form.zero is not None:
-            uint4 = self._mil.types.np_uint4_dtype  # a label, no copy
-            data, zero = data.view(uint4), self._const(f"{key}.zero", _as_conv_kernel(form.zero[rows].view(uint4)))
         return self._mb.constexpr_blockwise_shift_scale(
-            data=self._const(f"{key}.data", _as_conv_kernel(data)),
+            data=self._const(f"{key}.data", _as_conv_kernel(form.data[rows])),
             scale=self._const(f"{key}.scale", _as_conv_kernel(form.scale[rows])),
-            offset=zero,
         )
 
     def _const(self, key: str, value: NDArray[Any]) -> Any:
@@ -237,49 +182,25 @@ def _as_conv_kernel(matrix: NDArray[Any]) -> NDArray[Any]:
     return matrix.reshape(*matrix.shape, 1, 1)
 
 
-def convert(
-    model: Path, destination: Path, options: Options, progress: Progress | None = None, mlx_out: Path | None = None
-) -> Manifest:
+def convert(model: Path, destination: Path, options: Options, progress: Progress = lambda *_: None) -> Manifest:
     """Writes the package of the checkpoint `model` to `destination`, which must not exist, completely or not at all:
     all files are written to a directory next to it, which is renamed last.
 
-    Args:
-        mlx_out: a directory for an mlx-lm checkpoint with the same numbers, or None. With it a drafter can fall back
-            from Core ML to MLX, or be checked against it.
-
     Raises:
-        InvalidRequest: `destination` or `mlx_out` exists already, or one contains the other.
+        InvalidRequest: `destination` exists already.
         ModelError: the model is refused, or the disk can't hold the package; no files are left behind.
     """
-    progress = progress or (lambda stage, done, total: None)
-    folders = [path.resolve() for path in (destination, mlx_out) if path is not None]
-    if taken := next(filter(os.path.exists, folders), None):
-        raise InvalidRequest(f"{taken} already exists; remove it, or choose another folder")
-    if any(one.is_relative_to(other) for one, other in permutations(folders, 2)):
-        raise InvalidRequest(f"{destination} and {mlx_out} overlap; expected two separate folders")
-    unfinished = f".{destination.name}.partial-"
-    for left in destination.parent.glob(f"{escape(unfinished)}[0-9]*"):
-        try:
-            os.kill(int(left.name.removeprefix(unfinished)), 0)
-        except ProcessLookupError:  # it was killed while it converted
-            shutil.rmtree(left, ignore_errors=True)
-        except (PermissionError, ValueError):
-            continue
-    partial_package = destination.parent / f"{unfinished}{os.getpid()}"
+    if os.path.exists(destination):
+        raise InvalidRequest(f"{destination} already exists; remove it, or choose another folder")
     try:
-        partial_package.mkdir(parents=True)
-        manifest, weights = write_package(model, partial_package, options, progress, copies=2 if mlx_out else 1)
-        if mlx_out is not None:
-            write_mlx_copy(weights, model, partial_package / "mlx")
-            mlx_out.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(partial_package / "mlx", mlx_out)
-        partial_package.rename(destination)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.partial-") as folder:
+            partial_package = Path(folder, destination.name)
+            partial_package.mkdir()
+            manifest = write_package(model, partial_package, options, progress)
+            partial_package.rename(destination)
     except OSError as error:
-        if mlx_out is not None:  # on another disk it may be incomplete
-            shutil.rmtree(mlx_out, ignore_errors=True)
         raise write_error(destination, error) from error
-    finally:
-        shutil.rmtree(partial_package, ignore_errors=True)
     return manifest
 
 
@@ -288,22 +209,8 @@ def write_error(path: Path, error: OSError) -> ModelError:
     return ModelError(f"{path} can't be written ({error.strerror or error}); free some space, or choose another folder")
 
 
-def _check_space(directory: Path, layout: PackageLayout, copies: int) -> None:
-    """Raises OSError if the disk has no room for two copies of the weights, which writing a package needs."""
-    sizes = layout.architecture
-    heads = sizes.head_dim * (sizes.heads + sizes.kv_heads)
-    matrices = sizes.layers * sizes.hidden * (2 * heads + 3 * sizes.intermediate) + sizes.vocab_size * sizes.hidden
-    table = sizes.vocab_size * sizes.hidden * (4 if layout.weights == "fp32" else 2)
-    needed = int(matrices * _BYTES_PER_WEIGHT[layout.weights] * (1 + copies)) + table * copies + _SPARE_DISK_BYTES
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"{free >> 20} MiB free, but about {needed >> 20} MiB are needed")
-
-
-def write_package(
-    model: Path, directory: Path, options: Options, progress: Progress, copies: int = 1
-) -> tuple[Manifest, Weights]:
-    """Writes the package of the checkpoint `model` into `directory`, which is empty. `copies` of the weights must fit.
+def write_package(model: Path, directory: Path, options: Options, progress: Progress) -> Manifest:
+    """Writes the package of the checkpoint `model` into `directory`, which is empty.
 
     Raises:
         InvalidRequest: the context is longer than the model's.
@@ -315,8 +222,7 @@ def write_package(
     sizes = checkpoint.architecture
     if options.context > sizes.max_positions:
         raise InvalidRequest(f"context is {options.context}; this model has {sizes.max_positions} positions")
-    layout = PackageLayout(sizes, options.mode, options.weights, options.context)
-    _check_space(directory, layout, copies)
+    layout = PackageLayout(sizes, options.weights, options.context)
     rope = checkpoint.rope(layout.context)
     weights = checkpoint.read(partial(progress, "reading weights"))
     np.save(directory / package.EMBEDDING_FILE, weights.embedding)
@@ -331,11 +237,10 @@ def write_package(
         parameters=checkpoint.parameters,
         files={path: file_hash(directory / path) for path in package.HASHED_FILES},
         versions={"outrider": __version__, **{name: version(name) for name in ("coremltools", "mlx", "mlx-lm")}},
-        notes=weights.notes,
     )
     manifest.write(directory)
     progress("checking", 1, 1)
-    return manifest, weights
+    return manifest
 
 
 def _write_mlpackage(
@@ -358,7 +263,6 @@ def _write_mlpackage(
     program.export_as_multifunction = True
     progress(steps - 1, steps)
     tools, export = import_coremltools(), import_coremltools(".converters.mil.backend.mil.load").load
-    # weight.bin is written here first, so it must be on the disk whose space was checked
     with tempfile.TemporaryDirectory(dir=directory) as weights_dir:
         try:
             spec = export(program, weights_dir, specification_version=tools.target.iOS18.value)
@@ -366,35 +270,3 @@ def _write_mlpackage(
         except RuntimeError as error:  # coremltools' writers raise it if the disk is full
             raise OSError(errno.EIO, str(error)) from error
     progress(steps, steps)
-
-
-def write_mlx_copy(weights: Weights, source: Path, destination: Path) -> None:
-    """Writes `weights` as an mlx-lm checkpoint to a new directory, with config and tokenizer from `source`.
-
-    Raises:
-        ModelError: the width of a matrix does not divide into MLX's groups.
-    """
-    destination.mkdir(parents=True)
-    own = read_json(source / "config.json")
-    config = {key: value for key, value in own.items() if not key.startswith("quantization")}
-    config["torch_dtype"] = "float32" if weights.kind == "fp32" else "float16"
-    arrays = {name: mx.array(vector) for name, vector in weights.vectors.items()}
-    if not weights.architecture.tied:
-        arrays[f"{EMBEDDING}.weight"] = mx.array(weights.embedding)
-    for name, form in weights.matrices.items():
-        module = EMBEDDING if name == HEAD and weights.architecture.tied else name
-        if isinstance(form, DenseMatrix):
-            arrays[f"{module}.weight"] = mx.array(form.values)
-            continue
-        if form.data.shape[1] % GROUP_SIZE:
-            raise ModelError(
-                f"{name} has {form.data.shape[1]} columns; MLX needs a multiple of {GROUP_SIZE} to quantise it"
-            )
-        names = (f"{module}.{part}" for part in ("weight", "scales", "biases"))
-        arrays |= zip(names, to_mlx(form), strict=True)
-        config["quantization"] = {"group_size": GROUP_SIZE, "bits": form.bits}
-    mx.save_safetensors(str(destination / "model.safetensors"), arrays, metadata={"format": "mlx"})
-    (destination / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    for file in source.iterdir():
-        if file.is_file() and not file.name.startswith("model") and file.name != "config.json":
-            shutil.copy(file, destination / file.name)

@@ -1,17 +1,13 @@
 """`python -m outrider.drafters.coreml.doctor`: this machine, and the cost of each placement of a drafter, as JSON.
 
 `outrider doctor` formats it; the program is separate so that the command line never imports MLX. CPU and GPU are
-measured now, which takes seconds; Core ML's times are those of a kept trial, or of a new one with --probe. A trial also
-measures which prompts of the draft Core ML reads faster than MLX; drafters use the kept result.
+measured now, which takes seconds; Core ML's times are those of a kept trial, or of a new one with --probe.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import logging
-import operator
 import os
 import platform
 import sys
@@ -21,11 +17,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 
-from outrider.drafters.coreml import runtimes, selection, trial
-from outrider.drafters.coreml.runtimes import os_build
-from outrider.drafters.coreml.selection import PREFERRED_UNITS, Packages
-from outrider.drafters.coreml.trial import TrialResult, TrialStore
+from outrider.drafters.coreml import trial
+from outrider.drafters.coreml.runtimes import os_build, require_core_ml
+from outrider.drafters.coreml.selection import PREFERRED_UNITS, cached_package, package_folder
+from outrider.drafters.coreml.trial import TrialResult
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import find_model_folder
@@ -80,34 +77,25 @@ def measure_device(model: Path, device: mx.DeviceType) -> Placement:
     return Placement("MLX on the CPU" if loaded.cpu is None else "ONNX Runtime on the CPU", True, one, eight, note=note)
 
 
-def measure_core_ml(packages: Packages, try_now: bool) -> list[Placement]:
-    """Returns the results of each package and compute unit, kept or tried now; the one that would draft is first."""
-    if not try_now and not any(map(packages.is_converted, packages.variants)):
+def measure_core_ml(checkpoint: Path, try_now: bool) -> list[Placement]:
+    """Returns the results of the draft's package on each compute unit, kept or, with `try_now`, of new trials.
+
+    Raises:
+        ModelError: there is no Core ML, or the draft can't be converted.
+    """
+    require_core_ml()
+    if not (try_now or package_folder(checkpoint).exists()):
         return [Placement("Core ML", False, note="the draft is not converted yet: run `outrider doctor --probe`")]
-    times = None
-    if try_now:
-        selection.select_package(packages, log.info, thorough=True)
-        times = selection.get_prompt_times(packages, log.info)
-    rows, places = TrialStore(packages.source_hash).rows, []
+    package, places = cached_package(checkpoint, log.info), []
     for units in PREFERRED_UNITS:
-        here = [row for row in rows if row.units == units]
-        best = selection.select_fastest(here)
-        places += [_trial_placement(row) for row in sorted(here, key=partial(operator.is_not, best))]
-        if not here:
-            note = "not measured yet: run `outrider doctor --probe`"
-            places.append(Placement(f"Core ML on {units}", False, note=note))
-    times = times or next((row.valid_prompts for row in rows if row.valid_prompts is not None), None)
-    if times is not None:
-        places.append(Placement("prompts of a draft on MLX", times.min_tokens is not None, note=times.sentence))
+        result = trial.try_once(package, units, log.info) if try_now else trial.kept_result(package, units)
+        if result is None:
+            result = TrialResult("not measured yet: run `outrider doctor --probe`")
+        ms, share = (result.trial.ms, result.trial.engine_share) if result.trial is not None else ({}, None)
+        name, note = f"Core ML on {units}, {package.layout.weights}", result.reason or _COREML_NOTE
+        eight = ms.get(f"q{_TREE_ROWS}")
+        places.append(Placement(name, not result.reason, ms.get("q1"), eight, share, note))
     return places
-
-
-def _trial_placement(row: TrialResult) -> Placement:
-    name = f"Core ML on {row.units}, {row.options}"
-    if row.trial is None:
-        return Placement(name, False, note=row.reason)
-    ms, share = row.trial.ms, row.trial.engine_share.get("q1")
-    return Placement(name, not row.reason, ms.get("q1"), ms.get(f"q{_TREE_ROWS}"), share, row.reason or _COREML_NOTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,36 +138,20 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-@dataclass(frozen=True, slots=True)
-class DoctorReport:
-    """`model` is the draft of the placements."""
-
-    machine: Machine
-    model: str
-    placements: tuple[Placement, ...]
-
-
-def create_report(model: str, try_now: bool) -> DoctorReport:
-    """Inspects the machine, and the devices that the draft `model` (a directory) could run on.
+def list_placements(checkpoint: Path, try_now: bool) -> list[Placement]:
+    """Returns the devices that the draft in the directory `checkpoint` could run on.
 
     Args:
         try_now: convert the draft if necessary, and try every Core ML unit; takes minutes on a first run.
-
-    Raises:
-        ModelError: there is no such model.
     """
-    machine = inspect_machine()
-    checkpoint = find_model_folder(model)
     places = [measure_device(checkpoint, mx.cpu)]
-    if machine.mlx_device == "gpu":
+    if mx.metal.is_available():
         places.insert(0, measure_device(checkpoint, mx.gpu))
     try:
-        reason = runtimes.unavailable_reason()
-        none = Placement("Core ML on the Neural Engine", False, note=reason)
-        places += [none] if reason else measure_core_ml(Packages(checkpoint), try_now)
+        places += measure_core_ml(checkpoint, try_now)
     except ModelError as error:
         places.append(Placement("Core ML", False, note=str(error)))
-    return DoctorReport(machine, str(checkpoint), tuple(places))
+    return places
 
 
 def main() -> int:
@@ -188,11 +160,13 @@ def main() -> int:
     parser.add_argument("--probe", action="store_true", help="convert it and try Core ML, which can take minutes")
     options = parser.parse_args()
     try:
-        report = dataclasses.asdict(create_report(options.model, options.probe))
+        checkpoint = find_model_folder(options.model)
+        machine, placements = inspect_machine(), list_placements(checkpoint, options.probe)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    sys.stdout.write(json.dumps(report) + "\n")
+    report = {"machine": machine, "model": str(checkpoint), "placements": placements}
+    sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     return 0
 
 

@@ -1,13 +1,12 @@
-"""The models that the converter accepts, and the inputs and outputs of a package's functions.
+"""The models that the converter accepts, and the functions of a package with their inputs.
 
-Slots are entries of the cache, rows are the tokens of one call; the host assigns slots.
+Slots are entries of the cache, rows are the tokens of one call; the host keeps the cache and assigns slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,13 +14,13 @@ import numpy as np
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-AXIS_ALIGNMENT = 32  # the Neural Engine pads a cache's last axis to a multiple of this, and rejects other states
+AXIS_ALIGNMENT = 32  # the Neural Engine pads the last axis to a multiple of this
 MAX_WIDTH = 16384  # the widest axis that every Neural Engine supports
 PREFILL_ROWS = 64
 SCRATCH_SLOTS = 128  # slots beyond the context, for drafted tokens
 DEFAULT_CONTEXT = 1024
 MAX_CONTEXT_LENGTH = MAX_WIDTH - SCRATCH_SLOTS - PREFILL_ROWS  # the width of the mask is that of slots and rows
-WEIGHT_FORMATS = ("fp16", "int8", "int4", "fp32")
+WEIGHT_FORMATS = ("fp16", "int8", "fp32")
 
 TRIAL_PROMPT_TOKENS, TRIAL_ROWS, TRIAL_STEPS = 16, 8, 12
 """The tokens of `trial_text` that a trial reads by the prefill, then in one call, then one at a time."""
@@ -121,32 +120,14 @@ def _check_sizes(sizes: DecoderArchitecture) -> None:
         )
 
 
-class Mode(StrEnum):
-    """The owner of the cache.
-
-    STATELESS: the host, which passes it in and gets the new rows back (the Neural Engine accepts this most often).
-    HYBRID: one state for each layer and tensor; a call writes one run of slots.
-    ONEHOT: two states, written at any slots by a matrix of ones, without integers.
-    """
-
-    STATELESS = "stateless"
-    HYBRID = "hybrid"
-    ONEHOT = "onehot"
-
-    @property
-    def stateful(self) -> bool:
-        return self is not Mode.STATELESS
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A user's choice of the form of a package: see `Mode`; `weights` is one of `WEIGHT_FORMATS`, `context` in tokens.
+    """A user's choice of the form of a package: `weights` is one of `WEIGHT_FORMATS`, `context` in tokens.
 
     Raises:
-        InvalidRequest: a value is invalid, or two exclude each other.
+        InvalidRequest: a value is invalid.
     """
 
-    mode: Mode = Mode.STATELESS
     weights: str = "fp16"
     context: int = DEFAULT_CONTEXT
 
@@ -155,20 +136,6 @@ class Options:
             raise InvalidRequest(f"weights is {self.weights!r}; expected one of {', '.join(WEIGHT_FORMATS)}")
         if not PREFILL_ROWS <= self.context <= MAX_CONTEXT_LENGTH:
             raise InvalidRequest(f"context is {self.context}; expected {PREFILL_ROWS} to {MAX_CONTEXT_LENGTH} tokens")
-        if self.weights == "fp32" and self.mode.stateful:
-            raise InvalidRequest("Core ML keeps states in float16 only; weights fp32 need --mode stateless")
-
-    def __str__(self) -> str:
-        return f"{self.mode.value} {self.weights}"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A named input, output or state; `integer` is int32, otherwise the package's float type."""
-
-    name: str
-    shape: tuple[int, ...]
-    integer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +155,8 @@ def trial_text(vocab_size: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PackageLayout:
-    """A package's sizes, and the names, shapes and types of inputs, states and outputs, for both the converter and the
-    host. `context` in positions; `weights` is one of `WEIGHT_FORMATS`.
+    """A package's sizes, functions and inputs, for both the converter and the host. `context` in positions; `weights`
+    is one of `WEIGHT_FORMATS`.
 
     `functions`: those of every package. `largest`: the one with logits that takes the most rows; `prefill`: the one
     without logits.
@@ -202,7 +169,6 @@ class PackageLayout:
     largest, prefill = functions[-2:]
 
     architecture: DecoderArchitecture
-    mode: Mode
     weights: str
     context: int
 
@@ -216,43 +182,17 @@ class PackageLayout:
         """The shape of a request's keys, and of its values, in all layers."""
         return (self.architecture.layers, self.architecture.kv_heads, self.slots, self.architecture.head_dim)
 
-    def inputs(self, function: PackageFunction) -> tuple[TensorSpec, ...]:
+    def inputs(self, function: PackageFunction) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the inputs by name; all are of the package's float type."""
         sizes, rows = self.architecture, function.rows
-        common = (
-            TensorSpec("x", (1, sizes.hidden, 1, rows)),
-            TensorSpec("cos", (1, 1, rows, sizes.head_dim)),
-            TensorSpec("sin", (1, 1, rows, sizes.head_dim)),
-            TensorSpec("mask", (1, 1, rows, self.slots + rows)),
-        )
-        match self.mode:
-            case Mode.STATELESS:
-                return (*common, TensorSpec("k_past", self.cache_shape), TensorSpec("v_past", self.cache_shape))
-            case Mode.HYBRID:
-                return (*common, TensorSpec("pos", (1,), integer=True))
-            case Mode.ONEHOT:
-                return (*common, TensorSpec("write", (1, 1, self.slots, rows)))
-
-    def states(self) -> tuple[TensorSpec, ...]:
-        layers, *one = self.cache_shape
-        match self.mode:
-            case Mode.STATELESS:
-                return ()
-            case Mode.HYBRID:
-                return tuple(TensorSpec(f"{kind}_state_{layer}", (1, *one)) for layer in range(layers) for kind in "kv")
-            case Mode.ONEHOT:
-                return (TensorSpec("k_state", self.cache_shape), TensorSpec("v_state", self.cache_shape))
-
-    def outputs(self, function: PackageFunction) -> tuple[TensorSpec, ...]:
-        """Returns the outputs. `k_new` and `v_new` come first if the host needs them (no state, or a prefill)."""
-        sizes, rows = self.architecture, function.rows
-        fresh = (sizes.layers, sizes.kv_heads, rows, sizes.head_dim)
-        outputs: tuple[TensorSpec, ...] = ()
-        if not self.mode.stateful or not function.logits:
-            outputs = (TensorSpec("k_new", fresh), TensorSpec("v_new", fresh))
-        if function.logits:
-            chunks = enumerate(sizes.head_chunks)
-            outputs += tuple(TensorSpec(f"logits_{index}", (1, count, 1, rows)) for index, count in chunks)
-        return outputs
+        return {
+            "x": (1, sizes.hidden, 1, rows),
+            "cos": (1, 1, rows, sizes.head_dim),
+            "sin": (1, 1, rows, sizes.head_dim),
+            "mask": (1, 1, rows, self.slots + rows),
+            "k_past": self.cache_shape,
+            "v_past": self.cache_shape,
+        }
 
     def function_for(self, rows: int) -> PackageFunction:
         """Returns the smallest function that takes `rows` rows; above the rows of `largest` that is the prefill."""

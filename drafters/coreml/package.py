@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.layout import Options, PackageLayout
+from outrider.drafters.coreml.layout import PackageLayout
 from outrider.protocol.digest import file_hash, model_digest
 from outrider.protocol.errors import ModelError
 
-MANIFEST_FORMAT = 4
+MANIFEST_FORMAT = 5
 MANIFEST_FILE = "manifest.json"
 MLPACKAGE = "model.mlpackage"
 EMBEDDING_FILE = "embedding.npy"
@@ -59,7 +59,6 @@ class Manifest:
     parameters: int
     files: dict[str, str]
     versions: dict[str, str]
-    notes: tuple[str, ...] = ()
     format: int = MANIFEST_FORMAT
 
     @property
@@ -116,10 +115,6 @@ class Package:
         return self.manifest.layout
 
     @property
-    def options(self) -> Options:
-        return Options(self.layout.mode, self.layout.weights, self.layout.context)
-
-    @property
     def mlpackage(self) -> Path:
         return self.path / MLPACKAGE
 
@@ -143,7 +138,6 @@ def open_package(directory: Path, source: Path | None = None) -> Package:
             raise ModelError(f"{directory} lacks {path}; convert the model again")
         if file_hash(directory / path) != manifest.files.get(path):
             raise ModelError(f"{directory / path} is not the file its manifest names; convert the model again")
-    _check_functions(directory, manifest.layout)
     if source is not None and (actual := model_digest(source)) != manifest.source_hash:
         raise ModelError(
             f"{directory} was made from {manifest.source} ({manifest.source_hash[-12:]}), other weights than {source} "
@@ -151,22 +145,3 @@ def open_package(directory: Path, source: Path | None = None) -> Package:
         )
     embedding, expected = (np.load(directory / name, mmap_mode="r") for name in (EMBEDDING_FILE, EXPECTED_FILE))
     return Package(directory, manifest, embedding, np.load(directory / ROPE_FILE), expected)
-
-
-def _check_functions(directory: Path, layout: PackageLayout) -> None:
-    """Raises ModelError if the functions on disk do not take the inputs of the manifest."""
-    integer, model = import_coremltools(".proto.MIL_pb2").INT32, import_coremltools(".proto.Model_pb2").Model()
-    model.ParseFromString((directory / MODEL_PATH).read_bytes())
-    for function in layout.functions:
-        declared = {tensor.name: (tensor.shape, tensor.integer) for tensor in layout.inputs(function)}
-        on_disk = {}
-        for port in model.mlProgram.functions[function.name].inputs:
-            if port.type.HasField("tensorType"):  # not a state
-                tensor = port.type.tensorType
-                shape = tuple(size.constant.size for size in tensor.dimensions)
-                on_disk[port.name] = (shape, tensor.dataType == integer)
-        if on_disk != declared:
-            raise ModelError(
-                f"{directory}: the manifest does not match the package's function {function.name}; "
-                "convert the model again"
-            )

@@ -11,12 +11,10 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,34 +22,31 @@ from numpy.typing import NDArray
 from outrider.drafters.coreml.package import Package, import_coremltools
 from outrider.protocol.errors import ModelError, OutriderError, WorkerError, first_line
 
-Inputs = Mapping[str, NDArray[Any]]
+Inputs = Mapping[str, NDArray[np.float32]]
 Outputs = dict[str, NDArray[np.float32]]
-
-RuntimeState = Any
-"""One request's cache inside a runtime; opaque to the host."""
 
 COMPUTE_UNITS = ("CPU_AND_NE", "CPU_AND_GPU", "CPU_ONLY", "ALL")
 STAND_IN_VARIABLE = "OUTRIDER_COREML_STAND_IN"
 MACOS_ONLY_MESSAGE = "Core ML runs packages on macOS 15 or newer only"
 NO_COREMLTOOLS_MESSAGE = "Core ML needs coremltools, which is not installed and needs Python 3.13 or older"
-_DRAFTING_OFF = "; drafting is off for this request"
 _CONSTANT_OPERATORS = ("const", "constexpr")
 
 
 class DeviceUnavailable(ModelError):
-    """The device can't run any package: this machine does not have it, or it hangs."""
+    """This machine can't run the package."""
 
 
 class RuntimeFault(WorkerError):
     """The device that runs a package failed."""
 
 
-def unavailable_reason() -> str:
-    """Returns why packages can't run on this system; "" if they can."""
+def require_core_ml() -> None:
+    """Raises DeviceUnavailable if packages can't run on this system."""
     macos = int(platform.mac_ver()[0].partition(".")[0] or 0)  # 0: another system
-    if macos < 15 and STAND_IN_VARIABLE not in os.environ:  # older ones know neither functions of a model nor states
-        return MACOS_ONLY_MESSAGE
-    return NO_COREMLTOOLS_MESSAGE if find_spec("coremltools") is None else ""
+    if macos < 15 and STAND_IN_VARIABLE not in os.environ:  # older ones know no functions of a model
+        raise DeviceUnavailable(MACOS_ONLY_MESSAGE)
+    if find_spec("coremltools") is None:
+        raise DeviceUnavailable(NO_COREMLTOOLS_MESSAGE)
 
 
 def open_runtime(package: Package, units: str, functions: Sequence[str] | None = None) -> CoreMLRuntime:
@@ -61,9 +56,9 @@ def open_runtime(package: Package, units: str, functions: Sequence[str] | None =
         functions: only these (default: all); each takes time and memory to load.
 
     Raises:
-        DeviceUnavailable: packages can't run on this system.
-        ModelError: Core ML refuses the package, or its directory can't be written to.
+        DeviceUnavailable: there is no Core ML, it refuses the package, or its directory can't be written to.
     """
+    require_core_ml()
     if (stand_in := os.environ.get(STAND_IN_VARIABLE)) is not None:
         runtime: CoreMLRuntime = importlib.import_module(stand_in).open_runtime(package)
         return runtime
@@ -76,16 +71,12 @@ class CoreMLRuntime:
     coremltools' `predict` holds the GIL for the whole call, and releases its inputs later, on Core ML's own queue. So
     its worker is a process of its own, makes all calls on one thread, and keeps the input buffers alive after a call.
 
-    `name`: Core ML and its device, for users. `compile_seconds`: the time it took to compile the package now.
+    `name`: Core ML and its device, for users.
     """
 
     def __init__(self, package: Package, units: str, functions: Sequence[str] | None = None) -> None:
         self.name = f"Core ML on {units}"
-        self._stateful = package.layout.mode.stateful
-        started = time.monotonic()
-        compiled = ensure_compiled(package)
-        self.compile_seconds = time.monotonic() - started
-        tools = import_coremltools()
+        compiled, tools = ensure_compiled(package), import_coremltools()
         with _convert_errors(f"Core ML can't load {package.path} on {units}"):
             self._models = {
                 name: tools.models.CompiledMLModel(
@@ -97,30 +88,19 @@ class CoreMLRuntime:
                 for name in functions or [function.name for function in package.layout.functions]
             }
 
-    def new_state(self) -> RuntimeState | None:
-        """Returns an empty cache; None for a package whose cache is owned by the host."""
-        if not self._stateful:
-            return None
-        with _convert_errors(f"{self.name} failed", RuntimeFault, _DRAFTING_OFF):
-            state: RuntimeState = next(iter(self._models.values())).make_state()
-        return state
-
-    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
-        """Runs `function`. Inputs are float32 (int32 for positions) of the shapes in the package's layout.
+    def call(self, function: str, inputs: Inputs) -> Outputs:
+        """Runs `function`, which was loaded. Inputs are float32, of the shapes in the package's layout.
 
         The input arrays remain the caller's: it may write to them after the call, and must never free them between
         calls. Raises RuntimeFault if the device fails.
         """
-        model = self._models.get(function)
-        if model is None:
-            raise RuntimeFault(f"the function {function} was not loaded; loaded are {', '.join(self._models)}")
-        with _convert_errors(f"{self.name} failed", RuntimeFault, _DRAFTING_OFF):
-            outputs = model.predict(dict(inputs), state)
+        with _convert_errors(f"{self.name} failed", RuntimeFault, "; drafting is off for this request"):
+            outputs = self._models[function].predict(dict(inputs))
         return {name: np.asarray(array, np.float32) for name, array in outputs.items()}
 
 
 @contextmanager
-def _convert_errors(what: str, kind: type[OutriderError] = ModelError, then: str = "") -> Iterator[None]:
+def _convert_errors(what: str, kind: type[OutriderError] = DeviceUnavailable, then: str = "") -> Iterator[None]:
     """Converts errors of coremltools, which raises plain Exception, to `kind` with one sentence."""
     try:
         yield
@@ -132,11 +112,8 @@ def ensure_compiled(package: Package) -> Path:
     """Returns the compiled model next to the package, and compiles it if this build of macOS has none.
 
     Raises:
-        DeviceUnavailable: packages can't run on this system.
-        ModelError: Core ML refuses the package, or its directory can't be written to.
+        DeviceUnavailable: Core ML refuses the package, or its directory can't be written to.
     """
-    if reason := unavailable_reason():
-        raise DeviceUnavailable(reason)
     path = package.path.resolve() / f"compiled-{os_build()}.mlmodelc"
     if path.is_dir():
         return path
@@ -148,7 +125,9 @@ def ensure_compiled(package: Package) -> Path:
             with suppress(OSError):  # another process was faster, with the same result
                 partial.rename(path)
     except OSError as error:
-        raise ModelError(f"{package.path} can't be written to ({error}); compiled models are kept there") from error
+        raise DeviceUnavailable(
+            f"{package.path} can't be written to ({error}); compiled models are kept there"
+        ) from error
     return path
 
 
@@ -163,31 +142,25 @@ def os_build() -> str:
 def has_neural_engine() -> bool:
     """Whether there is a Neural Engine; True if Core ML does not report its devices."""
     devices = import_coremltools(".models.compute_device")
-    with suppress(ModelError), _convert_errors("Core ML does not answer"):
+    with suppress(DeviceUnavailable), _convert_errors("Core ML does not answer"):
         present = devices.MLComputeDevice.get_all_compute_devices()
         return any(isinstance(device, devices.MLNeuralEngineComputeDevice) for device in present)
     return True
 
 
-def engine_share(package: Package, units: str) -> dict[str, float]:
-    """Returns, for each function with a plan, the share of its operations planned for the Neural Engine.
+def engine_share(package: Package, units: str) -> float | None:
+    """Returns the share of the first function's operations that are planned for the Neural Engine.
 
-    The plan is only informative; without one, the result is {}.
+    The plan is only informative; without one, the result is None.
     """
     devices, plans = import_coremltools(".models.compute_device"), import_coremltools(".models.compute_plan")
-    with suppress(ModelError), _convert_errors("Core ML does not answer"):
-        plan = plans.MLComputePlan.load_from_path(
-            str(ensure_compiled(package)), import_coremltools().ComputeUnit[units]
-        )
-        program, shares = plan.model_structure.program, {}
-        for name, function in program.functions.items() if program is not None else ():
-            placed = []
-            for operation in function.block.operations:
-                usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
-                constant = operation.operator_name.split(".")[-1].startswith(_CONSTANT_OPERATORS)
-                if usage is not None and not constant:
-                    placed.append(isinstance(usage.preferred_compute_device, devices.MLNeuralEngineComputeDevice))
-            if placed:  # a plan reports nothing for functions that it does not cover
-                shares[name] = round(sum(placed) / len(placed), 4)
-        return shares
-    return {}
+    placed = []
+    with suppress(DeviceUnavailable), _convert_errors("Core ML does not answer"):
+        compiled, unit = str(ensure_compiled(package)), import_coremltools().ComputeUnit[units]
+        plan = plans.MLComputePlan.load_from_path(compiled, unit)
+        for operation in plan.model_structure.program.functions[package.layout.functions[0].name].block.operations:
+            usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
+            constant = operation.operator_name.split(".")[-1].startswith(_CONSTANT_OPERATORS)
+            if usage is not None and not constant:
+                placed.append(isinstance(usage.preferred_compute_device, devices.MLNeuralEngineComputeDevice))
+    return round(sum(placed) / len(placed), 4) if placed else None

@@ -1,24 +1,20 @@
-"""Chooses the package of a draft and the compute unit of this machine that runs it, by trials that are kept."""
+"""Finds the package of a draft, and the compute unit of this machine that runs it, by trials that are kept."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from outrider.drafters.coreml import layout, package, runtimes, trial
+from outrider.drafters.coreml import layout, package, trial
 from outrider.drafters.coreml.converter import write_error, write_package
 from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
-from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Mode, Options
+from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Options
 from outrider.drafters.coreml.package import Package, open_package
-from outrider.drafters.coreml.runtimes import open_runtime
-from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
+from outrider.drafters.coreml.runtimes import DeviceUnavailable, open_runtime, require_core_ml
 from outrider.drafters.drafter import Drafter
 from outrider.engine.loading import find_model_folder, read_config
 from outrider.protocol.digest import cache_folder, make_cached, model_digest, use_cached
@@ -26,155 +22,58 @@ from outrider.protocol.errors import InvalidRequest, ModelError
 
 log = logging.getLogger(__name__)
 
-PREFERRED_UNITS = ("CPU_AND_NE", "CPU_ONLY")
-PACKAGE_VARIANTS = tuple((mode, weights) for weights in ("fp16", "int8") for mode in Mode)
-"""In the order of trials: fp16 before int8, and the mode that the Neural Engine accepts most often first."""
-_MAX_COST_RATIO = 0.9  # a later variant must take less than this share of the time of an earlier one
+PREFERRED_UNITS = ("CPU_AND_NE", "CPU_ONLY")  # a drafter on the Neural Engine slows the target least
 
 ProgressCallback = Callable[[str], None]
 
 
-class Packages:
-    """The packages of the model directory `checkpoint`, converted when they are needed and kept in the cache.
+def package_folder(checkpoint: Path, weights: str = "fp16") -> Path:
+    """Returns where the cache keeps the package of the model directory `checkpoint`; it need not exist."""
+    name = f"{model_digest(checkpoint)}-{weights}.{package.MANIFEST_FORMAT}"
+    return cache_folder() / "coreml" / "packages" / name
 
-    `variants`: their forms, in the order of trials, of DEFAULT_CONTEXT or the model's own context if that is shorter.
+
+def cached_package(checkpoint: Path, progress: ProgressCallback, weights: str = "fp16") -> Package:
+    """Returns the package of the model directory `checkpoint`, converted now if it is missing or damaged.
+
+    Its context is DEFAULT_CONTEXT, or the model's own if that is shorter. `progress` receives each stage of a
+    conversion once. Raises ModelError if the model can't be converted.
     """
-
-    def __init__(self, checkpoint: Path, progress: ProgressCallback = log.info) -> None:
-        """`progress` receives each stage of a conversion once."""
-        self.checkpoint, self.source_hash, self._progress = checkpoint, model_digest(checkpoint), progress
-        context = min(DEFAULT_CONTEXT, layout.read_architecture(read_config(checkpoint)).max_positions)
-        self.variants = tuple(Options(mode, weights, context) for mode, weights in PACKAGE_VARIANTS)
-
-    def is_converted(self, variant: Options) -> bool:
-        """Whether the package exists already."""
-        return self._directory(variant).exists()
-
-    def get(self, variant: Options) -> Package:
-        """Returns the package, converted now if it is missing or damaged. Raises ModelError if that fails."""
-        package.import_coremltools()  # without it no package can be opened
-        directory = self._directory(variant)
-        if use_cached(directory, package.MANIFEST_FILE):
-            try:
-                return open_package(directory, source=self.checkpoint)
-            except ModelError as error:  # the system may delete files of a cache
-                log.warning("%s (converting it again now)", error)
-                self.discard(variant)
-        convert = partial(write_package, self.checkpoint, options=variant, progress=self._on_progress)
+    directory = package_folder(checkpoint, weights)
+    if use_cached(directory, package.MANIFEST_FILE):
         try:
-            make_cached(directory, convert, package.MANIFEST_FILE)
-        except OSError as error:
-            raise write_error(directory, error) from error
-        return open_package(directory, source=self.checkpoint)
+            return open_package(directory)
+        except ModelError as error:  # the system may delete files of a cache
+            log.warning("%s (converting it again now)", error)
+            shutil.rmtree(directory, ignore_errors=True)
 
-    def discard(self, variant: Options) -> None:
-        """Removes a package, which can be converted again."""
-        shutil.rmtree(self._directory(variant), ignore_errors=True)
-
-    def _on_progress(self, stage: str, done: int, total: int) -> None:
+    def report(stage: str, done: int, total: int) -> None:
         if not done:
-            self._progress(f"converting the draft for Core ML: {stage}")
+            progress(f"converting the draft for Core ML: {stage}")
 
-    def _directory(self, variant: Options) -> Path:
-        key = f"{self.source_hash}-{variant.mode.value}-{variant.weights}-{variant.context}"
-        return cache_folder() / "coreml" / "packages" / f"{key}.{package.MANIFEST_FORMAT}"
-
-
-class OnePackage:
-    """A `PackageSource` with a single package, which the user named and which is never removed."""
-
-    def __init__(self, package: Package) -> None:
-        self.package, self.source_hash, self.variants = package, package.manifest.source_hash, (package.options,)
-
-    def is_converted(self, variant: Options) -> bool:
-        return True
-
-    def get(self, variant: Options) -> Package:
-        return self.package
-
-    def discard(self, variant: Options) -> None:
-        """Does nothing: the package belongs to the user."""
+    context = min(DEFAULT_CONTEXT, layout.read_architecture(read_config(checkpoint)).max_positions)
+    convert = partial(write_package, checkpoint, options=Options(weights, context), progress=report)
+    try:
+        make_cached(directory, convert, package.MANIFEST_FILE)
+    except OSError as error:
+        raise write_error(directory, error) from error
+    return open_package(directory)
 
 
-PackageSource = Packages | OnePackage
-"""The packages of a draft on this machine."""
+def choose_unit(package: Package, progress: ProgressCallback) -> tuple[str, str]:
+    """Returns the first of PREFERRED_UNITS on which a trial of `package` succeeds, and a sentence about it for users.
 
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The chosen package and its results on the chosen unit, or None; `sentence` explains the choice to users."""
-
-    sentence: str
-    package: Package | None = None
-    row: TrialResult | None = None
-
-
-def select_package(packages: PackageSource, progress: ProgressCallback, thorough: bool = False) -> Selection:
-    """Returns the package and unit to draft with: of the first good trial, or if `thorough` the fastest of all.
-
-    The Neural Engine comes first, because a drafter there slows the target least; then the CPU; then MLX.
-
-    Args:
-        progress: receives a sentence before each trial, which may take minutes.
-        thorough: try every package on every unit; packages converted only for this are removed again.
-
-    Raises:
-        ModelError: no package of the draft can be made.
+    `progress` receives a sentence before each trial, which may take minutes. Raises DeviceUnavailable if all fail.
     """
-    if reason := runtimes.unavailable_reason():
-        return Selection(reason)
-    kept = TrialStore(packages.source_hash)
-    new = [form for form in packages.variants if not packages.is_converted(form)]
-    rows: list[TrialResult] = []
-    chosen: TrialResult | None = None
+    rejections: list[str] = []
     for units in PREFERRED_UNITS:
-        if chosen is None or thorough:
-            converted = [] if thorough else list(filter(packages.is_converted, packages.variants))
-            known = [row for form in converted if (row := kept.find(packages.get(form), units)) is not None]
-            tried = known if select_fastest(known) else _run_trials(packages, kept, units, progress, thorough)
-            chosen = chosen or select_fastest(tried)
-            rows += tried
-    for form in new if thorough else ():
-        if chosen is None or form != chosen.options:
-            packages.discard(form)
-    rejections = "; ".join(f"{row.units}, {row.options}: {row.reason}" for row in rows if row.reason)
-    if chosen is None or chosen.trial is None:
-        return Selection(f"Core ML does not help this draft on this machine ({rejections})")
-    sentence = f"drafting with Core ML on {chosen.units}, {chosen.options}, {chosen.trial.ms['q1']:.2f} ms a token"
-    return Selection(f"{sentence} ({rejections})" if rejections else sentence, packages.get(chosen.options), chosen)
-
-
-def _run_trials(
-    packages: PackageSource, kept: TrialStore, units: str, progress: ProgressCallback, thorough: bool
-) -> list[TrialResult]:
-    """Tries the packages in order, up to the first good one or, if `thorough`, all. Returns kept and new results."""
-    rows: list[TrialResult] = []
-    for form in packages.variants:
-        try:
-            package = packages.get(form)
-        except ModelError as error:
-            if not rows:
-                raise
-            rows.append(TrialResult(form, "", units, reason=str(error)))
-            continue
-        row = kept.find(package, units)
-        if row is None:
-            progress(f"trying Core ML on {units} with this draft, {form} (once)")
-            row = trial.run_trial(package, units)
-            kept.add(row)
-        rows.append(row)
-        if row.final or not (row.reason or thorough):
-            break
-    return rows
-
-
-def select_fastest(rows: Sequence[TrialResult]) -> TrialResult | None:
-    """Returns the first good row, unless a later one is faster by a tenth; None if none is good."""
-    best: TrialResult | None = None
-    for row in rows:
-        if row.cost < (math.inf if best is None else _MAX_COST_RATIO * best.cost):
-            best = row
-    return best
+        result = trial.try_once(package, units, progress)
+        if result.trial is not None and not result.reason:
+            weights, ms = package.layout.weights, result.trial.ms["q1"]
+            sentence = f"drafting with Core ML on {units}, {weights}, {ms:.2f} ms a token"
+            return units, f"{sentence} ({'; '.join(rejections)})" if rejections else sentence
+        rejections.append(f"{units}: {result.reason}")
+    raise DeviceUnavailable(f"Core ML does not help this draft on this machine ({'; '.join(rejections)})")
 
 
 def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
@@ -187,97 +86,45 @@ def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
         ModelError: there is no such model, the converter refuses it, or a package without its model can't run here.
     """
     directory, checkpoint = Path(os.path.expanduser(model)), None
-    packages: PackageSource
-    if (directory / package.MANIFEST_FILE).is_file():
-        packages = OnePackage(open_package(directory))
-    else:
+    if not (directory / package.MANIFEST_FILE).is_file():
         checkpoint = find_model_folder(model)
-        packages = Packages(checkpoint, progress)
-    chosen = select_package(packages, progress)
-    reason = chosen.sentence
-    if chosen.package is not None and chosen.row is not None:
-        progress(chosen.sentence)
-        try:
-            return CoreMLDrafter(chosen.package, open_runtime(chosen.package, chosen.row.units), note=chosen.sentence)
-        except ModelError as error:  # although its trial succeeded before
-            reason = str(error)
-    if checkpoint is None:
-        raise ModelError(f"{reason}; give the model that this package was converted from, not the package")
-    from outrider.drafters.mlx import MlxDrafter
+    try:
+        require_core_ml()
+        chosen = open_package(directory) if checkpoint is None else cached_package(checkpoint, progress)
+        units, sentence = choose_unit(chosen, progress)
+        drafter = CoreMLDrafter(chosen, open_runtime(chosen, units), note=sentence)
+    except DeviceUnavailable as error:
+        if checkpoint is None:
+            raise ModelError(f"{error}; give the model that this package was converted from, not the package") from None
+        from outrider.drafters.mlx import MlxDrafter
 
-    note = f"drafting with MLX instead of Core ML: {reason}"
-    progress(note)
-    return MlxDrafter.load(str(checkpoint), progress, note)
+        note = f"drafting with MLX instead of Core ML: {error}"
+        progress(note)
+        return MlxDrafter.load(str(checkpoint), progress, note)
+    progress(sentence)
+    return drafter
 
 
 def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> PackageReader | str:
     """Returns the package that reads prompts for the draft `model`, or why MLX reads them; empty if it was to.
 
-    `prefill` is the setting `draft_prefill`: `auto` (the package, for prompts that it was measured to read faster, see
-    `get_prompt_times`), `mlx` (never), `coreml` (always), or the directory of a package (always that one).
+    `prefill` is the setting `draft_prefill`: `mlx`, `coreml`, or the directory of a package.
 
     Raises:
-        InvalidRequest: `prefill` is neither auto, mlx or coreml nor a package's directory.
+        InvalidRequest: `prefill` is neither mlx nor coreml nor a package's directory.
         ModelError: the package has other weights, or the draft can't be converted.
     """
-    packages: PackageSource
-    match prefill:
-        case "mlx":
-            return ""
-        case "auto":
-            return "" if runtimes.unavailable_reason() else _load_faster_reader(model, progress)
-        case "coreml":
-            packages = Packages(find_model_folder(model), progress)
-        case _:
-            directory = Path(os.path.expanduser(prefill))
-            if not (directory / package.MANIFEST_FILE).is_file():
-                raise InvalidRequest(
-                    f"draft prefill is {prefill!r}; expected auto, mlx, coreml or the directory of a package"
-                )
-            packages = OnePackage(open_package(directory, find_model_folder(model)))
-    chosen = select_package(packages, progress)
-    if chosen.package is None or chosen.row is None:
-        return f"prompts are read by MLX: {chosen.sentence}"
-    return _open_reader(chosen.package, chosen.row.units, 1, progress)
-
-
-def _load_faster_reader(model: str, progress: ProgressCallback) -> PackageReader | str:
-    """Returns the package that a kept measurement found faster than MLX, if it still exists."""
+    if prefill == "mlx":
+        return ""
+    checkpoint, directory = find_model_folder(model), Path(os.path.expanduser(prefill))
+    if prefill != "coreml" and not (directory / package.MANIFEST_FILE).is_file():
+        raise InvalidRequest(f"draft prefill is {prefill!r}; expected mlx, coreml or the directory of a package")
     try:
-        checkpoint = find_model_folder(model)
-        for row in TrialStore(model_digest(checkpoint)).rows:
-            times = row.valid_prompts
-            if times is not None and times.min_tokens is not None:
-                packages = Packages(checkpoint, progress)
-                kept = packages.get(row.options) if packages.is_converted(row.options) else None
-                if kept is not None and kept.manifest.key == row.key:
-                    return _open_reader(kept, row.units, times.min_tokens, progress)
-    except ModelError as error:  # `auto` may find no package
-        progress(f"prompts are read by MLX: {error}")
-    return ""
-
-
-def _open_reader(package: Package, units: str, min_tokens: int, progress: ProgressCallback) -> PackageReader | str:
-    try:
-        runtime = open_runtime(package, units, [package.layout.prefill.name])
-    except ModelError as error:
+        require_core_ml()
+        chosen = cached_package(checkpoint, progress) if prefill == "coreml" else open_package(directory, checkpoint)
+        units, _ = choose_unit(chosen, progress)
+        reader = PackageReader(chosen, open_runtime(chosen, units, [chosen.layout.prefill.name]))
+    except DeviceUnavailable as error:
         return f"prompts are read by MLX: {error}"
-    reader = PackageReader(package, runtime, min_tokens)
     progress(reader.note)
     return reader
-
-
-def get_prompt_times(packages: Packages, progress: ProgressCallback) -> PromptTimes:
-    """Returns the kept times of the package and unit that a drafter would run on this machine, or measures them.
-
-    Raises:
-        ModelError: no package of the draft can be made.
-    """
-    chosen = select_package(packages, progress)
-    if chosen.package is None or chosen.row is None:
-        return PromptTimes("no unit", "", reason=chosen.sentence)
-    times = chosen.row.valid_prompts
-    if times is None:
-        times = trial.time_prompts(chosen.package, chosen.row.units, packages.checkpoint)
-        TrialStore(packages.source_hash).add(dataclasses.replace(chosen.row, prompts=times))
-    return times

@@ -1,16 +1,13 @@
 """Trials of a package on a compute unit, each in a process of its own, and their results, which are kept.
 
 Some graphs crash the Neural Engine's compiler, and with it the process, a few only after a hundred predictions. So
-`python -m outrider.drafters.coreml.trial` is a program of its own, which `run_trial` and `time_prompts` start: it
-drafts with the package, or reads prompts with it, and writes its measurements to a file.
+`python -m outrider.drafters.coreml.trial` is a program of its own, which `run_trial` starts: it drafts with the package
+and writes its measurements to a file.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import math
 import platform
 import signal
 import subprocess
@@ -20,13 +17,12 @@ import time
 import timeit
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from statistics import mean, median
-from typing import Any
+from statistics import median
 
 import mlx.core as mx
 import msgspec
@@ -34,35 +30,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import runtimes
-from outrider.drafters.coreml.drafter import CoreMLKVRows, PackageHost, PackageReader
+from outrider.drafters.coreml.drafter import CoreMLKVRows, PackageHost
 from outrider.drafters.coreml.layout import (
     TRIAL_PROMPT_TOKENS,
     TRIAL_ROWS,
     TRIAL_STEPS,
-    Options,
     PackageFunction,
     trial_text,
 )
 from outrider.drafters.coreml.package import Package, open_package
-from outrider.drafters.coreml.runtimes import DeviceUnavailable, RuntimeFault, os_build
-from outrider.engine.kv_rows import DenseKVRows
-from outrider.engine.load_checks import open_kv_rows
-from outrider.engine.loading import LoadedModel, load
+from outrider.drafters.coreml.runtimes import DeviceUnavailable, os_build
 from outrider.protocol.digest import cache_folder, replace_file
-from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.errors import OutriderError
 
 _PROGRAM = ("-P", "-m", "outrider.engine.models_only", "outrider.drafters.coreml.trial")
 DEFAULT_PREDICTIONS = 300
-PROMPT_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 _TIMEOUT_SECONDS = 900.0  # a first compile for the Neural Engine can take minutes
-_UNAVAILABLE_EXIT_CODE = 20  # the exit code if the device does not exist on this machine
 _MIN_AGREEMENT = 0.9
 _MAX_DISTANCE = 0.05
 _TIE_TOLERANCE = 0.05  # of the logits' standard deviation
 _WARM_UP_CALLS = 3
-_ROUND_FUNCTIONS = ("q1", "q8", "q16")
-_PROMPT_REPEATS = 3
-_MAX_TIME_RATIO = 0.95  # the package must take less than this share of MLX's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,163 +58,80 @@ class Trial:
 
     `agreement`: the share of compared rows whose best token is that of `Package.expected` (see `agreement`);
     `distance`: the mean total variation between the two distributions. `ms`: median milliseconds a call by function;
-    `engine_share`: the share of operations that Core ML plans for the Neural Engine, {} without a plan.
-    `compile_seconds` is 0 if the package was compiled before.
+    `engine_share`: the share of operations that Core ML plans for the Neural Engine, None without a plan.
+    `load_seconds` includes the compilation, if the package was not compiled before.
     """
 
-    compile_seconds: float
     load_seconds: float
-    predictions: int
     agreement: float
     distance: float
-    ms: dict[str, float] = field(default_factory=dict)
-    engine_share: dict[str, float] = field(default_factory=dict)
+    ms: dict[str, float]
+    engine_share: float | None
 
     @property
     def fault(self) -> str:
         """Why the unit must not be used, or "" if it may be."""
-        if not self.agreement >= _MIN_AGREEMENT:  # also for NaN
+        if self.agreement < _MIN_AGREEMENT:
             return f"it agreed with the reference on {self.agreement:.0%} of tokens; expected {_MIN_AGREEMENT:.0%}"
-        if not self.distance <= _MAX_DISTANCE:
+        if self.distance > _MAX_DISTANCE:
             return f"its distributions are {self.distance:.3f} from the reference; expected at most {_MAX_DISTANCE}"
         return ""
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTimes:
-    """The median milliseconds to read prompts of `lengths` tokens, by MLX and by a package on `units`.
-
-    If the trial failed, `reason` says why, and there are no times. `mlx`: the version of MLX and its device.
-    """
-
-    units: str
-    mlx: str
-    lengths: list[int] = field(default_factory=list)
-    mlx_ms: list[float] = field(default_factory=list)
-    package_ms: list[float] = field(default_factory=list)
-    reason: str = ""
-
-    @property
-    def min_tokens(self) -> int | None:
-        """The prompt length in tokens from which on the package is faster, or None if it is not."""
-        min_tokens = None
-        for length, mlx, own in zip(self.lengths, self.mlx_ms, self.package_ms, strict=True):
-            faster = own < _MAX_TIME_RATIO * mlx
-            min_tokens = (min_tokens or length) if faster else None
-        return min_tokens
-
-    @property
-    def sentence(self) -> str:
-        if self.reason:
-            return f"prompts are read by MLX: {self.reason}"
-        last = f"{self.lengths[-1]} tokens: {self.package_ms[-1]:.1f} ms against {self.mlx_ms[-1]:.1f}"
-        if self.min_tokens is None:
-            return f"MLX reads prompts: it is faster than the package on {self.units} ({last})"
-        return f"prompts of {self.min_tokens} tokens and more are read by the package on {self.units} ({last})"
-
-
-@dataclass(frozen=True, slots=True)
 class TrialResult:
-    """The results of the package with the hash `key` on one unit.
+    """`reason`: why the unit must not be used, or "". `trial`: None if it did not finish."""
 
-    `trial`: None if it did not finish. `reason`: why the unit must not be used, or "". `final`: the device does not
-    exist or does not respond, so trials of other packages are pointless. `prompts`: None if they were not timed.
-    """
-
-    options: Options
-    key: str
-    units: str
+    reason: str
     trial: Trial | None = None
-    reason: str = ""
-    final: bool = False
-    prompts: PromptTimes | None = None
-
-    @property
-    def cost(self) -> float:
-        """The mean milliseconds of the functions that a round of drafting calls; infinite if it must not be used."""
-        if self.trial is None or self.reason:
-            return math.inf
-        return mean(self.trial.ms[name] for name in _ROUND_FUNCTIONS)
-
-    @property
-    def valid_prompts(self) -> PromptTimes | None:
-        """`prompts`, if they were measured with this version of MLX on this device."""
-        return self.prompts if self.prompts is not None and self.prompts.mlx == mlx_and_device() else None
 
 
-class TrialStore:
-    """The kept results of the packages of the draft whose weights have the hash `source_hash`. Each is valid for one
-    package (by its hash), one build of macOS and one version of coremltools; times of prompts also for one version of
-    MLX and its device."""
+def kept_result(package: Package, units: str) -> TrialResult | None:
+    """Returns the result of an earlier trial with this build of macOS and version of coremltools, if there is one."""
+    with suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(_result_file(package, units).read_bytes(), type=TrialResult)
+    return None
 
-    def __init__(self, source_hash: str) -> None:
-        system = f"{os_build()}-{platform.machine()}-coremltools{version('coremltools')}"
-        self._file = cache_folder() / "coreml" / "probes" / f"{source_hash}-{system}.json"
-        self.rows: list[TrialResult] = []
-        with suppress(OSError, ValueError, msgspec.ValidationError, InvalidRequest):  # then trials run again
-            self.rows = msgspec.convert(json.loads(self._file.read_text(encoding="utf-8")), list[TrialResult])
 
-    def find(self, package: Package, units: str) -> TrialResult | None:
-        return next((row for row in self.rows if (row.key, row.units) == (package.manifest.key, units)), None)
+def try_once(package: Package, units: str, progress: Callable[[str], None]) -> TrialResult:
+    """Returns the kept result, or that of a trial that is run now."""
+    if (kept := kept_result(package, units)) is not None:
+        return kept
+    progress(f"trying Core ML on {units} with this draft (once)")
+    result = run_trial(package, units)
+    replace_file(_result_file(package, units), msgspec.json.encode(result))
+    return result
 
-    def add(self, row: TrialResult) -> None:
-        """Keeps `row`, in the place of an earlier one of the same package and unit."""
-        self.rows = [row if (old.key, old.units) == (row.key, row.units) else old for old in self.rows]
-        self.rows += [] if row in self.rows else [row]
-        replace_file(self._file, json.dumps(msgspec.to_builtins(self.rows), indent=1))
+
+def _result_file(package: Package, units: str) -> Path:
+    system = f"{os_build()}-{platform.machine()}-coremltools{version('coremltools')}"
+    return cache_folder() / "coreml" / "probes" / f"{package.manifest.key}-{units}-{system}.json"
 
 
 def run_trial(package: Package, units: str, predictions: int = DEFAULT_PREDICTIONS) -> TrialResult:
     """Tries `package` on `units` in a process of its own: compiles, loads, compares, predicts and measures."""
-    row = TrialResult(package.options, package.manifest.key, units)
-    try:
-        found = Trial(**_run_program(package, units, "--predictions", str(predictions)))
-    except (DeviceUnavailable, RuntimeFault) as error:
-        return dataclasses.replace(row, reason=str(error), final=isinstance(error, DeviceUnavailable))
-    return dataclasses.replace(row, trial=found, reason=found.fault)
-
-
-def time_prompts(package: Package, units: str, checkpoint: Path) -> PromptTimes:
-    """Times the reading of prompts by the package, and by MLX with the model in the directory `checkpoint`."""
-    try:
-        return PromptTimes(**_run_program(package, units, "--model", str(checkpoint)))
-    except (DeviceUnavailable, RuntimeFault) as error:
-        return PromptTimes(units, mlx_and_device(), reason=str(error))
-
-
-def mlx_and_device() -> str:
-    return f"mlx{version('mlx')}-{mx.default_device().type.name}"
-
-
-def trial_command(package: Package, units: str, *arguments: str) -> list[str]:
-    """Returns the command line of the program, without the file for its result."""
-    return [sys.executable, *_PROGRAM, "--package", str(package.path), "--units", units, *arguments]
-
-
-def _run_program(package: Package, units: str, *arguments: str) -> Any:
-    """Returns the JSON object that the program writes.
-
-    Raises:
-        DeviceUnavailable: the unit is absent, or hangs.
-        RuntimeFault: the program failed.
-    """
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
-        line = trial_command(package, units, *arguments, "--result", str(result))
+        line = trial_command(package, units, predictions, result)
         try:
             done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            raise DeviceUnavailable(f"its trial was still running after {_TIMEOUT_SECONDS:.0f} seconds") from None
+            return TrialResult(f"its trial was still running after {_TIMEOUT_SECONDS:.0f} seconds")
         if result.is_file():
-            return json.loads(result.read_text(encoding="utf-8"))
+            found = msgspec.json.decode(result.read_bytes(), type=Trial)
+            return TrialResult(found.fault, found)
     if done.returncode < 0:
-        names = {known.value: known.name for known in signal.Signals}
         number = -done.returncode
-        raise RuntimeFault(f"its trial was ended by {names.get(number, f'signal {number}')}")
+        return TrialResult(f"its trial was ended by signal {number} ({signal.strsignal(number)})")
     lines = done.stderr.strip().splitlines()
     reason = f": {lines[-1]}" if lines else f" with exit code {done.returncode}"
-    failure = DeviceUnavailable if done.returncode == _UNAVAILABLE_EXIT_CODE else RuntimeFault
-    raise failure(f"its trial failed{reason}")
+    return TrialResult(f"its trial failed{reason}")
+
+
+def trial_command(package: Package, units: str, predictions: int, result: Path) -> list[str]:
+    """Returns the command line of the program, which writes a `Trial` to the file `result`."""
+    line = [sys.executable, *_PROGRAM, "--package", str(package.path), "--units", units]
+    return [*line, "--predictions", str(predictions), "--result", str(result)]
 
 
 def measure_package(package: Package, units: str, predictions: int) -> Trial:
@@ -241,14 +145,12 @@ def measure_package(package: Package, units: str, predictions: int) -> Trial:
         raise DeviceUnavailable("Core ML can't use a Neural Engine on this machine")
     started = time.monotonic()
     runtime = runtimes.open_runtime(package, units)
-    loaded = time.monotonic()
+    load_seconds = time.monotonic() - started
     host = PackageHost(package, runtime)
     actual, expected = _compute_logits(host), package.expected
     actual_probs, expected_probs = (mx.softmax(mx.array(logits), axis=-1) for logits in (actual, expected))
     return Trial(
-        compile_seconds=round(runtime.compile_seconds, 3),
-        load_seconds=round(loaded - started - runtime.compile_seconds, 3),
-        predictions=predictions,
+        load_seconds=round(load_seconds, 3),
         agreement=agreement(actual, expected),
         distance=float(mx.abs(actual_probs - expected_probs).sum(axis=-1).mean() / 2),
         ms=_time_functions(host, predictions),
@@ -277,22 +179,13 @@ def _compute_logits(host: PackageHost) -> NDArray[np.float32]:
 def _time_functions(host: PackageHost, predictions: int) -> dict[str, float]:
     """Returns the median milliseconds of a call, over `predictions` calls of one row, a tenth of that of more rows."""
     counts = {f: predictions if f.rows == 1 else predictions // 10 + 1 for f in host.layout.functions}
-    return {function.name: round(_time_function(host, function, count), 4) for function, count in counts.items()}
+    return {f.name: round(median_ms(partial(_read_rows, host, f), count), 4) for f, count in counts.items()}
 
 
-def _time_function(host: PackageHost, function: PackageFunction, count: int) -> float:
+def _read_rows(host: PackageHost, function: PackageFunction) -> None:
     rows = CoreMLKVRows(host)
-
-    def read() -> None:
-        nonlocal rows
-        if rows.length + function.rows > host.layout.context:
-            rows.close()
-            rows = CoreMLKVRows(host)
-        rows.read([1] * function.rows, function)
-
-    taken = median_ms(read, count)
+    rows.read([1] * function.rows, function)
     rows.close()
-    return taken
 
 
 def median_ms(task: Callable[[], object], rounds: int, warm_up: int = _WARM_UP_CALLS) -> float:
@@ -301,49 +194,19 @@ def median_ms(task: Callable[[], object], rounds: int, warm_up: int = _WARM_UP_C
     return 1e3 * median(taken[warm_up:])
 
 
-def measure_prompts(model: LoadedModel, package: Package, units: str) -> PromptTimes:
-    """Measures the reading of prompts as the drafter would read them.
-
-    Raises:
-        OutriderError: the package can't be run, or its model can't draft.
-    """
-    reader = PackageReader(package, runtimes.open_runtime(package, units, [package.layout.prefill.name]), min_tokens=1)
-    vocabulary = package.layout.architecture.vocab_size
-    lengths = [length for length in PROMPT_LENGTHS if length <= package.layout.context]
-
-    def read(tokens: list[int], by: PackageReader | None) -> None:
-        kv_rows, done = open_kv_rows(model, by), 0
-        while done < len(tokens):
-            done += kv_rows.prefill(tokens[done:], done)
-        if by is not None and (not isinstance(kv_rows, DenseKVRows) or kv_rows.read != len(tokens)):
-            raise OutriderError("the package did not read the prompt")
-
-    prompts = [[(7 * i + 3) % vocabulary for i in range(length)] for length in lengths]
-    mlx_ms, package_ms = (
-        [round(median_ms(partial(read, tokens, by), _PROMPT_REPEATS, 1), 3) for tokens in prompts]
-        for by in (None, reader)
-    )
-    return PromptTimes(units, mlx_and_device(), lengths, mlx_ms, package_ms)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog=_PROGRAM[-1], description=__doc__)
     parser.add_argument("--package", type=Path, required=True)
     parser.add_argument("--units", choices=runtimes.COMPUTE_UNITS, required=True)
-    parser.add_argument("--predictions", type=int, default=DEFAULT_PREDICTIONS)
-    parser.add_argument("--model", type=Path, help="time the reading of prompts, by the package and by this model")
+    parser.add_argument("--predictions", type=int, required=True)
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
     try:
-        package = open_package(options.package, options.model)
-        if options.model is None:
-            found: Trial | PromptTimes = measure_package(package, options.units, options.predictions)
-        else:
-            found = measure_prompts(load(str(options.model)), package, options.units)
+        found = measure_package(open_package(options.package), options.units, options.predictions)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
-        return _UNAVAILABLE_EXIT_CODE if isinstance(error, DeviceUnavailable) else error.exit_code
-    options.result.write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
+        return error.exit_code
+    options.result.write_bytes(msgspec.json.encode(found))
     return 0
 
 

@@ -6,7 +6,6 @@ Knows mlx-lm's module names; knows nothing of graphs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,13 @@ from mlx_lm.utils import get_total_parameters
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import layout
-from outrider.drafters.coreml.layout import TRIAL_PROMPT_TOKENS, DecoderArchitecture
+from outrider.drafters.coreml.layout import TRIAL_PROMPT_TOKENS
 from outrider.engine.loading import read_config, read_model
 from outrider.engine.ort.layers import check_rope, rope_angles
 from outrider.protocol.errors import ModelError
 
-GROUP_SIZE = 64
-_INT4_SCALE_BITS = 7  # times a 4-bit number: 11 bits
-_INT8_SCALE_BITS = 3  # times an 8-bit number: 11 bits
-_MIN_FLOAT16_EXPONENT = -24  # the exponent of float16's smallest number
+_MIN_SCALE = 2.0**-24  # float16's smallest number
 _BLOCK_ELEMENTS = 1 << 21
-
-Int4Grid = tuple[NDArray[np.float32], NDArray[np.float32]]
-"""The step and the lowest of the sixteen levels of each group, both [rows, groups]."""
 
 HEAD = "lm_head"
 EMBEDDING = "model.embed_tokens"
@@ -46,32 +39,16 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """`scale` * (`data` - `zero`), by groups along the row: scale float16 and zero uint8 [rows, groups].
+    """`scale` * `data`, rounded to float16: int8 [rows, columns], with a float16 scale for each row, [rows, 1]."""
 
-    `data` [rows, columns] are uint8 below 16. Without a zero they are int8, with one group a row.
-
-    The numbers are exactly the same in MLX and in Core ML. Core ML computes s * (q - z), MLX s * q + b, both in
-    float16. They agree bit for bit if b = -z * s, and s has so few significant bits that every product is exact in
-    float16's eleven.
-    """
-
-    data: NDArray[np.integer]
+    data: NDArray[np.int8]
     scale: NDArray[np.float16]
-    zero: NDArray[np.uint8] | None = None
-
-    @property
-    def bits(self) -> int:
-        return 8 if self.zero is None else 4
 
     @property
     def values(self) -> NDArray[np.float16]:
         values = np.empty(self.data.shape, np.float16)
         for rows in _row_blocks(self.data):
-            wide = self.data[rows].reshape(*self.scale[rows].shape, -1).astype(np.float32)
-            if self.zero is not None:
-                wide -= self.zero[rows, :, None]
-            wide *= self.scale[rows, :, None].astype(np.float32)
-            values[rows] = wide.reshape(-1, self.data.shape[1])  # exact: eleven bits
+            values[rows] = self.data[rows] * self.scale[rows].astype(np.float32)
         return values
 
 
@@ -79,70 +56,19 @@ WeightMatrix = DenseMatrix | QuantizedMatrix
 
 
 def quantize_int8(dense: NDArray[np.floating]) -> QuantizedMatrix:
-    """Quantises `dense` [rows, columns] with one scale for each row, of three significant bits."""
+    """Quantises `dense` [rows, columns] with one scale for each row."""
     data, scale = np.empty(dense.shape, np.int8), np.empty((dense.shape[0], 1), np.float16)
     for rows in _row_blocks(dense):
         wide = dense[rows].astype(np.float32)
-        step = np.abs(wide).max(axis=1, keepdims=True) / 127
-        scale[rows] = _round_significant(step, _INT8_SCALE_BITS, np.ceil)
+        scale[rows] = np.maximum(np.abs(wide).max(axis=1, keepdims=True) / 127, _MIN_SCALE)
         data[rows] = np.clip(np.rint(wide / scale[rows].astype(np.float32)), -127, 127)
     return QuantizedMatrix(data, scale)
-
-
-def quantize_int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | None = None) -> QuantizedMatrix:
-    """Quantises `dense` [rows, columns] in groups of 64 along the row; `grid`: the levels of an earlier quantisation.
-
-    Raises:
-        ModelError: the columns do not divide into groups.
-    """
-    count, columns = dense.shape
-    if columns % GROUP_SIZE:
-        raise ModelError(f"{name} has {columns} columns; int4 needs a multiple of {GROUP_SIZE} (use int8 or fp16)")
-    data, scale = np.empty(dense.shape, np.uint8), np.empty((count, columns // GROUP_SIZE), np.float16)
-    zero = np.empty(scale.shape, np.uint8)
-    for rows in _row_blocks(dense):
-        grouped = dense[rows].astype(np.float32).reshape(-1, columns // GROUP_SIZE, GROUP_SIZE)
-        if grid is not None:
-            step, low = grid[0][rows], grid[1][rows]
-        else:  # levels that span the group's values and zero
-            low = np.minimum(grouped.min(axis=-1), 0)
-            step = (np.maximum(grouped.max(axis=-1), 0) - low) / 15
-        scale[rows] = _round_significant(step, _INT4_SCALE_BITS, np.rint)
-        step = scale[rows].astype(np.float32)
-        zero[rows] = np.clip(np.rint(-low / step), 0, 15)
-        steps = np.rint(grouped / step[..., None]) + zero[rows, :, None]
-        data[rows] = np.clip(steps, 0, 15).reshape(-1, columns)
-    return QuantizedMatrix(data, scale, zero)
 
 
 def _row_blocks(matrix: NDArray[Any]) -> list[slice]:
     """Returns slices of rows with a few million numbers each, so that temporary float32 arrays stay small."""
     rows = max(1, _BLOCK_ELEMENTS // matrix.shape[1])
     return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
-
-
-def to_mlx(form: QuantizedMatrix) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns the weight, scales and biases of an affine quantised layer of mlx.nn with the same numbers.
-
-    Groups have `GROUP_SIZE` columns, which must divide the number of columns.
-    """
-    data, scale, zero = form.data, form.scale, form.zero
-    if zero is None:
-        data, zero = data.astype(np.int16) + 128, np.array(128, np.uint8)
-        scale = np.repeat(scale, data.shape[1] // GROUP_SIZE, axis=1)
-    lanes = 32 // form.bits
-    shifts = np.arange(lanes, dtype=np.uint32) * np.uint32(form.bits)
-    words = data.astype(np.uint32).reshape(data.shape[0], -1, lanes) << shifts
-    packed = np.bitwise_or.reduce(words, axis=-1)
-    return mx.array(packed), mx.array(scale), mx.array(-(zero.astype(np.float16) * scale))
-
-
-def _round_significant(x: NDArray[np.floating], bits: int, rounding: np.ufunc) -> NDArray[np.float16]:
-    """Returns `x` >= 0 rounded to `bits` significant bits on float16's grid; never 0."""
-    mantissa, exponent = np.frexp(x.astype(np.float64))
-    floor = np.maximum(exponent - bits, _MIN_FLOAT16_EXPONENT)
-    rounded = np.ldexp(rounding(np.ldexp(mantissa, exponent - floor)), floor)
-    return np.asarray(np.maximum(rounded, 2.0**_MIN_FLOAT16_EXPONENT), np.float16)
 
 
 @dataclass(slots=True)
@@ -152,12 +78,9 @@ class Weights:
     `embedding` is [vocab, hidden] in float16 (float32 for kind fp32), with the head's numbers if the model is tied.
     """
 
-    architecture: DecoderArchitecture
-    kind: str
     embedding: NDArray[np.floating]
     matrices: dict[str, WeightMatrix] = field(default_factory=dict)
     vectors: dict[str, NDArray[np.floating]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
     def dense(self, prefix: str) -> list[tuple[str, mx.array]]:
         """Returns the weights below the module `prefix` in float32, by their names there."""
@@ -181,11 +104,9 @@ class Checkpoint:
         if not (path / "config.json").is_file() or not any(path.glob("model*.safetensors")):
             raise ModelError(f"{path} is not a model folder; expected config.json and model*.safetensors in it")
         self.path, self.architecture = path, layout.read_architecture(read_config(path))
-        _check_tied_head(path, self.architecture.tied)
         self._model, _ = read_model(path)
         self.parameters = int(get_total_parameters(self._model))
         self._kind = kind
-        self._source, self._largest, self._flushed, self._total = "", 0.0, 0, 0  # of weights that became float16
 
     def rope(self, positions: int) -> NDArray[np.float32]:
         """Returns cos and sin of positions 0 .. `positions` - 1, [2, positions, head_dim / 2], see `Package.rope`.
@@ -210,9 +131,9 @@ class Checkpoint:
         do. `progress(done, total)` counts modules.
 
         Raises:
-            ModelError: a weight does not fit float16, or its width does not divide into int4's groups.
+            ModelError: a weight does not fit float16.
         """
-        weights = Weights(self.architecture, self._kind, np.empty((0, 0)))
+        weights = Weights(np.empty((0, 0)))
         modules = [(name, module) for name, module in self._model.named_modules() if "weight" in module]
         for done, (name, module) in enumerate(modules):
             progress(done, len(modules))
@@ -229,11 +150,6 @@ class Checkpoint:
                 weights.vectors[f"{name}.bias"] = self._cast_weight(f"{name}.bias", module["bias"])
             module.clear()
         progress(len(modules), len(modules))
-        if self._source:
-            weights.notes = (
-                f"weights were {self._source} and are float16 here: the largest is {self._largest:.3g} of 65504, "
-                f"{self._flushed} of {self._total} were too small and became 0",
-            )
         return weights
 
     def expected_logits(self, weights: Weights) -> NDArray[np.float32]:
@@ -257,49 +173,19 @@ class Checkpoint:
         dense = self._cast_weight(name, _dequantize(module))
         if name == EMBEDDING and not self.architecture.tied:
             return DenseMatrix(dense)
-        match self._kind:
-            case "int8":
-                return quantize_int8(dense)
-            case "int4":
-                return quantize_int4(dense, name, _int4_grid(module))
-        return DenseMatrix(dense)
+        return quantize_int8(dense) if self._kind == "int8" else DenseMatrix(dense)
 
     def _cast_weight(self, name: str, array: mx.array) -> NDArray[np.floating]:
-        """Returns `array` as float32 for fp32, else as float16, and records what the conversion changes."""
+        """Returns `array` as float32 for fp32, else as float16."""
         if self._kind == "fp32":
             return np.array(array.astype(mx.float32))
         narrow = np.array(array.astype(mx.float16))
-        if array.dtype != mx.float16:
-            self._source = str(array.dtype).removeprefix("mlx.core.")
-            self._total += array.size
-            self._flushed += int(((array != 0) & (array.astype(mx.float16) == 0)).sum())
-            self._largest = max(self._largest, float(mx.abs(array).max()))
         if not np.isfinite(narrow).all():
             raise ModelError(
                 f"{name} has values up to {float(mx.abs(array).max()):.3g}, beyond float16's 65504 (or NaN); the Neural"
                 " Engine computes in float16 (use --draft-backend mlx for this model)"
             )
         return narrow
-
-
-def _check_tied_head(path: Path, tied: bool) -> None:
-    """Raises ModelError if config.json and the checkpoint disagree on tied embeddings."""
-    tensors: dict[str, mx.array] = {}  # not read yet
-    for file in path.glob("model*.safetensors"):
-        with suppress(RuntimeError):  # loading reports damaged files
-            found: Any = mx.load(str(file))
-            tensors |= found
-    head, embedding = tensors.get(f"{HEAD}.weight"), tensors.get(f"{EMBEDDING}.weight")
-    if head is None and not tied:
-        raise ModelError(
-            f"{path}: config.json says the output head is untied, but the checkpoint has no lm_head.weight; "
-            "set tie_word_embeddings to true, or add lm_head.weight"
-        )
-    if tied and head is not None and (embedding is None or not mx.array_equal(head, embedding)):
-        raise ModelError(
-            f"{path}: config.json says the output head is tied to the embedding, but the checkpoint has another "
-            "lm_head.weight; expected tie_word_embeddings: false or no such tensor"
-        )
 
 
 def _dequantize(module: nn.Module) -> mx.array:
@@ -314,12 +200,3 @@ def _dequantize(module: nn.Module) -> mx.array:
         module.weight, scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode
     )
     return wide
-
-
-def _int4_grid(module: nn.Module) -> Int4Grid | None:
-    """Returns the levels of a module that is already quantised in int4's groups."""
-    if "scales" not in module or (module.mode, module.bits, module.group_size) != ("affine", 4, GROUP_SIZE):
-        return None
-    scales, biases = (np.array(x.astype(mx.float32)) for x in (module.scales, module.biases))
-    # mlx may count downwards from the highest level
-    return np.abs(scales), np.minimum(biases, biases + 15 * scales)

@@ -137,7 +137,7 @@ def worker_command(
     options += ["--log-format", settings.log_format] if settings.log_format != "text" else []
     if role == "draft":
         options += ["--backend", settings.draft_backend, "--fan-out", settings.fan_out]
-        options += ["--prefill", settings.draft_prefill] if settings.draft_prefill != "auto" else []
+        options += ["--prefill", settings.draft_prefill] if settings.draft_prefill != "mlx" else []
         options += ["--device", settings.draft_device] if settings.draft_device != "auto" else []
         options += ["--target", str(settings.model)] if settings.drafts_with_head else []
     if role == "prefill":

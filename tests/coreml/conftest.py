@@ -14,22 +14,23 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.utils import dequantize_model, load_model
+from mlx_lm.utils import load_model
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import runtimes, trial
 from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLKVRows, PackageHost
-from outrider.drafters.coreml.layout import Mode, Options
+from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import MODEL_PATH, WEIGHTS_PATH, Package, open_package
 from outrider.drafters.coreml.trial import Trial, TrialResult
+from outrider.drafters.coreml.weights import EMBEDDING, Checkpoint
 from tests import tiny
 from tests.harness import mil_interpreter, mil_program
 from tests.harness.mil_interpreter import NumpyRuntime
 from tests.harness.mil_program import SavedModel
 
 MS = {"q1": 2.25, "q8": 2.5, "q16": 3.0, "q32": 4.0, "prefill64": 6.0}
-GOOD = Trial(1.5, 0.5, 300, 1.0, 0.001, MS, {"q1": 0.97})
+GOOD = Trial(2.0, 1.0, 0.001, MS, 0.97)
 VOCAB = 512
 CONTEXT = 256
 
@@ -46,14 +47,10 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Converted:
-    """A model on disk, the package converted from it, and ways to run both.
-
-    `twin`: an MLX checkpoint with the package's quantised weights, if they are quantised.
-    """
+    """A model on disk, the package converted from it, and ways to run both."""
 
     model_path: Path
     package: Package
-    twin: Path | None = None
 
     def host(self) -> PackageHost:
         return PackageHost(self.package, NumpyRuntime(self.package.path))
@@ -62,9 +59,13 @@ class Converted:
         return CoreMLDrafter(self.package, NumpyRuntime(self.package.path))
 
     def mlx(self, dtype: mx.Dtype = mx.float32) -> nn.Module:
-        model, _ = load_model(self.twin or self.model_path)
+        """The model, with the package's numbers if they are quantised."""
+        model, _ = load_model(self.model_path)
+        if self.package.layout.weights == "int8":
+            own = Checkpoint(self.model_path, "int8").read(lambda done, total: None)
+            embedding = (f"{EMBEDDING}.weight", mx.array(own.embedding))
+            model.load_weights([embedding, *own.dense("")], strict=False)
         model.set_dtype(dtype)
-        model = dequantize_model(model) if self.twin else model
         return model
 
     def mlx_logits(self, tokens: list[int], dtype: mx.Dtype = mx.float32) -> NDArray[np.float32]:
@@ -79,7 +80,6 @@ class Converted:
         while kv_rows.length < len(tokens):
             function = scored[turn % len(scored)]
             fresh = kv_rows.read(tokens[kv_rows.length : kv_rows.length + function.rows], function)
-            assert fresh.logits is not None
             rows.append(fresh.logits)
             turn += 1
         return np.concatenate(rows)
@@ -99,11 +99,7 @@ def _interpreted() -> Iterator[None]:
 @pytest.fixture
 def good_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets each trial succeed at once, without a process of its own."""
-
-    def try_out(package: Package, units: str) -> TrialResult:
-        return TrialResult(package.options, package.manifest.key, units, GOOD)
-
-    monkeypatch.setattr(trial, "run_trial", try_out)
+    monkeypatch.setattr(trial, "run_trial", lambda package, units: TrialResult("", GOOD))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -128,22 +124,19 @@ def _read_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def converted(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Converted]:
-    """`converted(family, mode="stateless", weights="fp16", context=256, **config) -> Converted`."""
+    """`converted(family, weights="fp16", context=256, **config) -> Converted`."""
     root = tmp_path_factory.mktemp("packages")
     made: dict[str, Converted] = {}
 
-    def make(
-        family: str = "llama", mode: str = "stateless", weights: str = "fp16", context: int = CONTEXT, **config: Any
-    ) -> Converted:
+    def make(family: str = "llama", weights: str = "fp16", context: int = CONTEXT, **config: Any) -> Converted:
         sizes = {**SIZES, **config}
         settings = {**tiny.BASE, **tiny.FAMILIES[family], **sizes}  # so that passing a default makes no second package
-        key = json.dumps([family, mode, weights, context, settings], sort_keys=True)
+        key = json.dumps([family, weights, context, settings], sort_keys=True)
         if key not in made:
             model = tiny_model(family, **sizes)
             directory = root / str(len(made))
-            twin = root / f"{len(made)}-twin" if weights in ("int8", "int4") else None
-            convert(model, directory, Options(Mode(mode), weights, context), mlx_out=twin)
-            made[key] = Converted(model, open_package(directory, source=model), twin)
+            convert(model, directory, Options(weights, context))
+            made[key] = Converted(model, open_package(directory, source=model))
         return made[key]
 
     return make

@@ -1,4 +1,4 @@
-"""Prints the Core ML drafter's figures that need no Mac: `python -m tests.coreml.figures [--convert fp16 int8 int4]`.
+"""Prints the Core ML drafter's figures that need no Mac: `python -m tests.coreml.figures [--convert fp16 int8]`.
 
 Runs the tests that measure them and prints the results. With --convert it also makes a package of Qwen2.5-0.5B's shapes
 (random bfloat16 weights) in a process of its own, and prints its time and peak memory.
@@ -31,7 +31,7 @@ TESTS = ("test_parity.py", "test_tree.py", "test_prefill.py", "test_acceptance.p
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.coreml.figures", description=__doc__)
-    parser.add_argument("--convert", nargs="*", default=[], choices=["fp16", "int8", "int4"])
+    parser.add_argument("--convert", nargs="*", default=[], choices=["fp16", "int8"])
     parser.add_argument("--skip-tests", action="store_true")
     options = parser.parse_args()
     failed = 0 if options.skip_tests else _tests()

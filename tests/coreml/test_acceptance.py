@@ -45,7 +45,7 @@ def drafters(pair: tuple[LoadedModel, LoadedModel], tmp_path_factory: pytest.Tem
     directory = tmp_path_factory.mktemp("draft") / "package"
     convert(Path(tiny_pair()[1]), directory, Options(context=256))
     package: Package = open_package(directory)
-    reader = PackageReader(package, NumpyRuntime(package.path), 1)
+    reader = PackageReader(package, NumpyRuntime(package.path))
     return {
         "coreml": CoreMLDrafter(package, NumpyRuntime(package.path)),
         "mlx": MlxDrafter(pair[1]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -16,18 +15,11 @@ PLAIN = {
     "const", "abs", "add", "concat", "conv", "matmul", "maximum", "mul", "real_div", "reduce_max", "reduce_mean",
     "reshape", "rsqrt", "silu", "softmax", "split", "transpose",
 }  # fmt: skip
-BY_MODE = {
-    "stateless": set[str](),
-    "hybrid": {"read_state", "write_state", "slice_update"},
-    "onehot": {"read_state", "write_state", "reduce_sum", "sub"},
-}
-MODES = list(BY_MODE)
 
 
-@pytest.fixture(params=[*((mode, "fp16") for mode in MODES), ("stateless", "int8"), ("hybrid", "int4")], ids="-".join)
+@pytest.fixture(params=["fp16", "int8"])
 def model(request: pytest.FixtureRequest, converted: Callable[..., Converted]) -> SavedModel:
-    mode, weights = request.param
-    return mil_program.read(converted("qwen3", mode=mode, weights=weights).package.path)
+    return mil_program.read(converted("qwen3", weights=request.param).package.path)
 
 
 def test_package_is_for_ios18_and_has_five_functions(model: SavedModel) -> None:
@@ -37,8 +29,8 @@ def test_package_is_for_ios18_and_has_five_functions(model: SavedModel) -> None:
 
 
 def test_package_contains_only_known_operations(model: SavedModel, request: pytest.FixtureRequest) -> None:
-    mode, weights = request.node.callspec.params["model"]
-    allowed = PLAIN | BY_MODE[mode] | ({"constexpr_blockwise_shift_scale"} if weights.startswith("int") else set())
+    int8 = request.node.callspec.params["model"] == "int8"
+    allowed = PLAIN | ({"constexpr_blockwise_shift_scale"} if int8 else set())
     for function in model.functions.values():
         assert {operation.kind for operation in function.operations} <= allowed
 
@@ -50,27 +42,16 @@ def test_ranks_shapes_and_widths_fit_the_neural_engine(model: SavedModel) -> Non
             assert all(0 < size <= 16384 for size in shape), shape
 
 
-def test_integers_occur_only_in_positions(model: SavedModel, request: pytest.FixtureRequest) -> None:
-    mode, _ = request.node.callspec.params["model"]
+def test_nothing_is_computed_in_integers(model: SavedModel) -> None:
     for function in model.functions.values():
-        kinds = Counter(
-            operation.kind
-            for operation in function.operations
-            for port in operation.outputs
-            if "INT" in port.dtype and operation.kind != "const"
-        )
-        assert kinds == ({"add": 1, "concat": 2} if mode == "hybrid" else {})
-        whole = {port.name for port in function.inputs if port.dtype != "FLOAT16"}
-        assert whole == ({"pos"} if mode == "hybrid" else set())
+        computed = [operation for operation in function.operations if operation.kind != "const"]
+        assert {port.dtype for operation in computed for port in operation.outputs} == {"FLOAT16"}
+        assert {port.dtype for port in function.inputs} == {"FLOAT16"}
 
 
-@pytest.mark.parametrize("mode", ["hybrid", "onehot"])
-def test_state_dimensions_are_multiples_of_32(converted: Callable[..., Converted], mode: str) -> None:
-    model = mil_program.read(converted("qwen3", mode=mode).package.path)
-    states = [function.states for function in model.functions.values()]
-    assert states[0] and all(other == states[0] for other in states)  # one cache for every function
-    for port in states[0]:
-        assert port.dtype == "FLOAT16" and port.shape[-1] % 32 == 0 and port.shape[-2] % 32 == 0
+def test_the_cache_fits_the_grid_of_the_neural_engine(model: SavedModel) -> None:
+    shapes = [port.shape for port in model.functions["q1"].inputs if port.name in ("k_past", "v_past")]
+    assert len(shapes) == 2 and all(size % 32 == 0 for shape in shapes for size in shape[-2:])
 
 
 def test_every_projection_is_a_one_by_one_convolution(model: SavedModel) -> None:
@@ -113,7 +94,7 @@ def test_two_conversions_give_the_same_weights(converted: Callable[..., Converte
 
 
 def _shapes(function: SavedFunction) -> list[tuple[int, ...]]:
-    ports = [*function.inputs, *function.states, *(port for o in function.operations for port in o.outputs)]
+    ports = [*function.inputs, *(port for o in function.operations for port in o.outputs)]
     for operation in function.operations:
         ports += [c.port for constants in operation.arguments.values() for c in constants if isinstance(c, Constant)]
     return [port.shape for port in ports]

@@ -15,15 +15,13 @@ import pytest
 
 from outrider.drafters.coreml import doctor, runtimes, selection, trial
 from outrider.drafters.coreml.drafter import CoreMLDrafter
-from outrider.drafters.coreml.layout import Mode, Options
 from outrider.drafters.coreml.runtimes import CoreMLRuntime, DeviceUnavailable, RuntimeFault, open_runtime
-from outrider.drafters.coreml.selection import OnePackage, Selection
 from outrider.drafters.coreml.trial import TrialResult
 from outrider.drafters.drafter import make_drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
-from tests.coreml.conftest import Converted
+from tests.coreml.conftest import GOOD, Converted
 from tests.harness.mil_interpreter import NumpyRuntime
 from tests.slots import open_draft_tree
 
@@ -46,14 +44,11 @@ class FakeCoreML:
                 self._runtime = NumpyRuntime(Path(path).parent)
                 self._function = function_name
 
-            def make_state(self) -> Any:
-                return self._runtime.new_state()
-
-            def predict(self, data: dict[str, np.ndarray], state: Any = None) -> dict[str, np.ndarray]:
+            def predict(self, data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 fake.fail()
                 fake.threads.add(threading.get_ident())
-                assert all(array.dtype in (np.float32, np.int32) for array in data.values())
-                return self._runtime.call(self._function, data, state)
+                assert all(array.dtype == np.float32 for array in data.values())
+                return self._runtime.call(self._function, data)
 
         def compile_model(package: str, destination: str) -> str:
             fake.fail()
@@ -75,8 +70,7 @@ class FakeCoreML:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, converted: Callable[..., Converted]) -> Iterator[FakeCoreML]:
-    for mode in ("stateless", "hybrid", "onehot"):
-        converted("llama", mode=mode)  # made with the real coremltools
+    package = converted("llama").package  # made with the real coremltools
     stand_in = FakeCoreML()
     monkeypatch.setattr(runtimes, "import_coremltools", lambda part="": stand_in.module)
     monkeypatch.delenv(runtimes.STAND_IN_VARIABLE)
@@ -84,17 +78,15 @@ def fake(monkeypatch: pytest.MonkeyPatch, converted: Callable[..., Converted]) -
     monkeypatch.setattr(runtimes.platform, "mac_ver", lambda: ("15.5", ("", "", ""), "arm64"))
     monkeypatch.setattr(runtimes, "os_build", lambda: "24F74")
     yield stand_in
-    for mode in ("stateless", "hybrid", "onehot"):
-        compiled = converted("llama", mode=mode).package.path / "compiled-24F74.mlmodelc"
-        if compiled.is_dir():
-            compiled.rmdir()
+    compiled = package.path / "compiled-24F74.mlmodelc"
+    if compiled.is_dir():
+        compiled.rmdir()
 
 
-@pytest.mark.parametrize("mode", ["stateless", "hybrid", "onehot"])
 def test_drafter_on_core_ml_drafts_the_same_as_on_the_interpreter(
-    fake: FakeCoreML, converted: Callable[..., Converted], text: list[int], mode: str
+    fake: FakeCoreML, converted: Callable[..., Converted], text: list[int]
 ) -> None:
-    made, drafted = converted("llama", mode=mode), []
+    made, drafted = converted("llama"), []
     for runtime in (CoreMLRuntime(made.package, "CPU_AND_NE"), NumpyRuntime(made.package.path)):
         drafter = CoreMLDrafter(made.package, runtime)
         tree = open_draft_tree(drafter, text[:70], SamplingParams(temp=1.0, seed=3))
@@ -125,7 +117,7 @@ def test_macos_14_has_no_core_ml_for_packages(
     assert messages[0] == "drafting with MLX instead of Core ML: Core ML runs packages on macOS 15 or newer only"
     assert list(tmp_path.iterdir()) == [] and not fake.compiled
     with pytest.raises(DeviceUnavailable, match="macOS 15 or newer"):
-        CoreMLRuntime(made.package, "CPU_ONLY")
+        open_runtime(made.package, "CPU_ONLY")
 
 
 def test_python_without_coremltools_drafts_with_mlx(
@@ -146,38 +138,35 @@ def test_python_without_coremltools_drafts_with_mlx(
     )
     assert isinstance(make_drafter("coreml", model, messages.append), MlxDrafter)
     assert f"drafting with MLX instead of Core ML: {runtimes.NO_COREMLTOOLS_MESSAGE}" in messages
-    assert doctor.create_report(model, try_now=True).placements[-1].note == runtimes.NO_COREMLTOOLS_MESSAGE
+    assert doctor.list_placements(Path(model), try_now=True)[-1].note == runtimes.NO_COREMLTOOLS_MESSAGE
 
 
-@pytest.mark.usefixtures("fake")
-def test_packages_are_in_the_cache_of_all_other_files_on_a_mac_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.usefixtures("fake", "good_trials")
+def test_results_are_in_the_cache_of_all_other_files_on_a_mac_too(
+    converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """So tests that run on a Mac do not use the user's own folders."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(trial, "os_build", lambda: "24F74")
-    trial.TrialStore("digest").add(TrialResult(Options(Mode.STATELESS, "fp16", 64), "key", "CPU_ONLY"))
+    trial.try_once(converted("llama").package, "CPU_ONLY", print)
     assert any((tmp_path / "outrider" / "coreml" / "probes").iterdir())
 
 
 def test_core_ml_exceptions_become_one_line_errors(fake: FakeCoreML, converted: Callable[..., Converted]) -> None:
     package = converted("llama").package
     runtime = CoreMLRuntime(package, "CPU_AND_NE", ["q1"])
-    inputs = {
-        tensor.name: np.zeros(tensor.shape, np.float32) for tensor in package.layout.inputs(package.layout.functions[0])
-    }
-    with pytest.raises(RuntimeFault, match="q8 was not loaded; loaded are q1"):
-        runtime.call("q8", inputs, None)
+    shapes = package.layout.inputs(package.layout.functions[0])
+    inputs = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     fake.error = Exception("ANECCompile() failed (-14)\nmore of it")  # coremltools raises it bare
     with pytest.raises(RuntimeFault) as failed:
-        runtime.call("q1", inputs, None)
+        runtime.call("q1", inputs)
     assert str(failed.value) == (
         "Core ML on CPU_AND_NE failed: ANECCompile() failed (-14); drafting is off for this request"
     )
     with pytest.raises(ModelError, match=r"Core ML can't load .* on CPU_ONLY: ANECCompile"):
         CoreMLRuntime(package, "CPU_ONLY")
     with pytest.raises(ModelError, match="Core ML can't compile"):
-        CoreMLRuntime(converted("llama", mode="hybrid").package, "CPU_ONLY")
+        CoreMLRuntime(converted("llama", context=64).package, "CPU_ONLY")
 
 
 def test_without_core_ml_a_model_uses_mlx_and_a_package_is_refused(
@@ -207,7 +196,7 @@ def test_package_is_used_directly_and_a_model_is_converted_first(
     for model in (made.package.path, made.model_path):
         drafter = selection.load_drafter(str(model), messages.append)
         assert isinstance(drafter, CoreMLDrafter) and drafter.backend == "coreml"
-        assert drafter.note == messages[-1] == "drafting with Core ML on CPU_AND_NE, stateless fp16, 2.25 ms a token"
+        assert drafter.note == messages[-1] == "drafting with Core ML on CPU_AND_NE, fp16, 2.25 ms a token"
         assert drafter.vocab_size == 512 and drafter.weight_bytes > 0 and drafter.parameters > 0
     assert drafter.context_length == 1024
     assert "converting the draft for Core ML: building" in messages
@@ -215,18 +204,24 @@ def test_package_is_used_directly_and_a_model_is_converted_first(
 
 @pytest.mark.parametrize("works", [True, False])
 def test_probe_decides_between_core_ml_and_mlx(
-    fake: FakeCoreML, converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, works: bool
+    fake: FakeCoreML,
+    converted: Callable[..., Converted],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    works: bool,
 ) -> None:
     made, messages = converted("llama"), list[str]()
-    row = TrialResult(made.package.options, made.package.manifest.key, "CPU_ONLY")
-    chosen = Selection("a sentence", made.package, row) if works else Selection("a sentence")
-    monkeypatch.setattr(selection, "select_package", lambda packages, tell: chosen)
-    monkeypatch.setattr(selection, "Packages", lambda checkpoint, tell: OnePackage(made.package))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    row = TrialResult("", GOOD) if works else TrialResult("it crashed")
+    monkeypatch.setattr(trial, "os_build", lambda: "24F74")
+    monkeypatch.setattr(trial, "run_trial", lambda package, units: row)
+    monkeypatch.setattr(selection, "cached_package", lambda checkpoint, tell: made.package)
     drafter = selection.load_drafter(str(made.model_path), messages.append)
-    assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter) and messages[0] == drafter.note
-    assert drafter.note == ("a sentence" if works else "drafting with MLX instead of Core ML: a sentence")
+    assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter) and drafter.note in messages
+    assert (drafter.note == "drafting with Core ML on CPU_AND_NE, fp16, 2.25 ms a token") is works
+    assert ("drafting with MLX instead of Core ML: Core ML does not help" in drafter.note) is not works
     if works:
-        assert fake.loaded[0] == ("q1", "CPU_ONLY")
+        assert fake.loaded[0] == ("q1", "CPU_AND_NE")
         fake.error = Exception("out of memory")  # although its trial succeeded
         drafter = selection.load_drafter(str(made.model_path), messages.append)
         assert isinstance(drafter, MlxDrafter) and "out of memory" in drafter.note
@@ -236,7 +231,7 @@ def test_probe_decides_between_core_ml_and_mlx(
 
 
 def test_a_trial_of_core_ml_compiles_loads_and_compares(fake: FakeCoreML, converted: Callable[..., Converted]) -> None:
-    found = trial.measure_package(converted("llama", mode="hybrid").package, "CPU_ONLY", 20)
-    assert found.agreement == 1.0 and found.distance < 0.02 and found.fault == "" and found.predictions == 20
+    found = trial.measure_package(converted("llama").package, "CPU_ONLY", 20)
+    assert found.agreement == 1.0 and found.distance < 0.02 and found.fault == ""
     assert len(fake.compiled) == 1 and [name for name, _ in fake.loaded] == ["q1", "q8", "q16", "q32", "prefill64"]
-    assert found.engine_share == {}  # the stand-in makes no plans
+    assert found.engine_share is None  # the stand-in makes no plans

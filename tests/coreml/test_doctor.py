@@ -13,11 +13,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from outrider.drafters.coreml import doctor, selection, trial
-from outrider.drafters.coreml.layout import Options
+from outrider.drafters.coreml import doctor, trial
+from outrider.drafters.coreml.doctor import Placement
 from outrider.drafters.coreml.runtimes import MACOS_ONLY_MESSAGE, STAND_IN_VARIABLE
-from outrider.drafters.coreml.selection import Packages
-from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
+from outrider.drafters.coreml.trial import TrialResult
 from outrider.orchestrator.cli import doctor as doctor_command
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.pairing.model_files import TINY, TINY_TARGET
@@ -51,26 +50,20 @@ def test_doctor_lists_the_placements_of_a_draft(
     if sys.platform == "darwin":
         pytest.skip("the list is another on a Mac")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setattr(selection, "PACKAGE_VARIANTS", selection.PACKAGE_VARIANTS[:1])
-    monkeypatch.setattr(
-        trial, "time_prompts", lambda package, units, model: PromptTimes(units, trial.mlx_and_device(), [64], [1], [2])
-    )
     model = tiny_model("llama", **SIZES)
-    before = {place.name: place for place in doctor.create_report(str(model), try_now=False).placements}
+    before = {place.name: place for place in doctor.list_placements(model, try_now=False)}
     assert set(before) == {"ONNX Runtime on the CPU", "Core ML"} and "not converted yet" in before["Core ML"].note
     note = doctor._OWN_CORES_NOTE if mx.default_device().type == mx.gpu else "shares the CPU with the target"
     assert before["ONNX Runtime on the CPU"].note == note
     cpu = before["ONNX Runtime on the CPU"]
     assert cpu.usable and (cpu.one_ms or 0) > 0 and (cpu.eight_ms or 0) > 0
     for try_now in (True, False):  # a later report has the results of an earlier one
-        places = doctor.create_report(str(model), try_now).placements
+        places = doctor.list_placements(model, try_now)
         assert [place.name for place in places] == [
             "ONNX Runtime on the CPU",
-            *(f"Core ML on {units}, stateless fp16" for units in ("CPU_AND_NE", "CPU_ONLY")),
-            "prompts of a draft on MLX",
+            *(f"Core ML on {units}, fp16" for units in ("CPU_AND_NE", "CPU_ONLY")),
         ]
-        assert all(place.usable and place.one_ms == 2.25 for place in places[1:3])
-        assert not places[-1].usable and "MLX reads prompts" in places[-1].note
+        assert all(place.usable and place.one_ms == 2.25 for place in places[1:])
 
 
 def test_without_core_ml_nothing_is_converted(
@@ -80,8 +73,8 @@ def test_without_core_ml_nothing_is_converted(
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.delenv(STAND_IN_VARIABLE)
-    _, last = doctor.create_report(str(tiny_model("llama", **SIZES)), try_now=True).placements
-    assert (last.name, last.usable, last.note) == ("Core ML on the Neural Engine", False, MACOS_ONLY_MESSAGE)
+    _, last = doctor.list_placements(tiny_model("llama", **SIZES), try_now=True)
+    assert (last.name, last.usable, last.note) == ("Core ML", False, MACOS_ONLY_MESSAGE)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -89,32 +82,26 @@ def test_draft_unfit_for_core_ml_still_has_other_placements(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    places = doctor.create_report(str(tiny_model("llama")), try_now=True).placements  # heads of 16
+    places = doctor.list_placements(tiny_model("llama"), try_now=True)  # heads of 16
     assert places[-1].name == "Core ML" and "the Neural Engine needs a multiple" in places[-1].note and places[0].usable
 
 
 def test_trial_results_become_placements(
     converted: Callable[..., Converted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = converted("llama").package
-    monkeypatch.setattr(trial, "os_build", lambda: "24F74")
+    made = converted("llama")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    packages = Packages(converted("llama").model_path)
-    monkeypatch.setattr(packages, "is_converted", lambda form: True)
-    untried = doctor.measure_core_ml(packages, try_now=False)
+    monkeypatch.setattr(doctor, "package_folder", lambda checkpoint: made.package.path)
+    monkeypatch.setattr(doctor, "cached_package", lambda checkpoint, tell: made.package)
+    untried = doctor.measure_core_ml(made.model_path, try_now=False)
     assert [place.usable for place in untried] == [False, False] and "not measured yet" in untried[0].note
-    store = TrialStore(packages.source_hash)
-    slower = dataclasses.replace(GOOD, ms={name: 2 * ms for name, ms in GOOD.ms.items()})
-    hybrid = converted("llama", mode="hybrid").package
-    store.add(TrialResult(hybrid.options, hybrid.manifest.key, "CPU_AND_NE", slower))
-    store.add(TrialResult(package.options, package.manifest.key, "CPU_AND_NE", GOOD))
-    store.add(TrialResult(package.options, package.manifest.key, "CPU_ONLY", None, "it crashed"))
-    engine, other, cpu = doctor.measure_core_ml(packages, try_now=False)
-    assert (engine.usable, engine.one_ms, engine.eight_ms, engine.engine_share) == (True, 2.25, 2.5, 0.97)
-    assert [place.name for place in (engine, other)] == [
-        "Core ML on CPU_AND_NE, stateless fp16", "Core ML on CPU_AND_NE, hybrid fp16"
-    ]  # fmt: skip
-    assert not cpu.usable and cpu.note == "it crashed"
+    results = {"CPU_AND_NE": TrialResult("", GOOD), "CPU_ONLY": TrialResult("it crashed")}
+    monkeypatch.setattr(trial, "run_trial", lambda package, units: results[units])
+    places = doctor.measure_core_ml(made.model_path, try_now=True)
+    assert doctor.measure_core_ml(made.model_path, try_now=False) == places
+    engine, cpu = places
+    assert engine == Placement("Core ML on CPU_AND_NE, fp16", True, 2.25, 2.5, 0.97, doctor._COREML_NOTE)
+    assert cpu == Placement("Core ML on CPU_ONLY, fp16", False, note="it crashed")
 
 
 def test_missing_draft_is_a_one_line_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,27 +111,22 @@ def test_missing_draft_is_a_one_line_error(capsys: pytest.CaptureFixture[str], m
     assert report.out == "" and report.err.count("\n") == 1
 
 
-def test_the_survey_has_a_row_for_every_mode_and_kind(
-    converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_survey_has_a_row_for_every_kind_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform == "darwin":
         pytest.skip("a Mac has other units")
-    packages = Packages(converted("llama").model_path)
-    monkeypatch.setattr(packages, "get", lambda form: form)
-    tried: list[tuple[str, int]] = []
+    monkeypatch.setattr(survey, "cached_package", lambda draft, tell, weights: weights)
+    tried: list[tuple[str, str, int]] = []
 
-    def try_out(form: Options, units: str, predictions: int) -> TrialResult:
-        tried.append((units, predictions))
-        killed = TrialResult(form, "", units, reason="its trial was ended by SIGKILL")
-        return TrialResult(form, "", units, GOOD) if len(tried) % 2 else killed
+    def try_out(weights: str, units: str, predictions: int) -> TrialResult:
+        tried.append((weights, units, predictions))
+        return TrialResult("", GOOD) if len(tried) % 2 else TrialResult("its trial was ended by signal 9 (Killed)")
 
     monkeypatch.setattr(survey.trial, "run_trial", try_out)
-    rows = [survey.row_cells(row) for row in survey.run_survey(packages, 50)]
-    assert len(rows) == 9 and tried == [("CPU_ONLY", 50)] * 9
+    rows = list(survey.run_survey(Path("draft"), 50))
+    assert tried == [(weights, "CPU_ONLY", 50) for weights in ("fp16", "int8")]
     assert all(len(row) == len(survey.COLUMNS) for row in rows)
-    modes, kinds = ("stateless", "hybrid", "onehot"), ("fp16", "int8", "int4")
-    assert [row[:2] for row in rows] == [(mode, kind) for mode in modes for kind in kinds]
-    assert rows[1][-1] == "its trial was ended by SIGKILL" and rows[1][3] == "NO"
+    assert [row[0] for row in rows] == ["fp16", "int8"]
+    assert rows[1][-1] == "its trial was ended by signal 9 (Killed)" and rows[1][2] == "NO"
 
 
 def test_default_devices_are_left_as_they_were(tiny_model: Callable[..., Path]) -> None:
@@ -177,13 +159,13 @@ def test_command_names_the_blas_that_workers_use(
 ) -> None:
     monkeypatch.setattr(doctor_command.system, "needs_openblas", lambda: platform == "linux")
     monkeypatch.setattr(doctor_command.system, "find_openblas", lambda: library)
-    report = dataclasses.asdict(doctor.DoctorReport(doctor.inspect_machine(), "draft", ()))
+    report = {"machine": dataclasses.asdict(doctor.inspect_machine()), "model": "draft", "placements": []}
     assert f"BLAS         {shown}" in doctor_command._format_report(report)
 
 
 def test_command_counts_no_results_in_a_cache_that_can_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", "/tmp/" + "x" * 300)
-    report = dataclasses.asdict(doctor.DoctorReport(doctor.inspect_machine(), "draft", ()))
+    report = {"machine": dataclasses.asdict(doctor.inspect_machine()), "model": "draft", "placements": []}
     assert "0 pairs measured by tune, 0 by running servers, in /tmp/xxx" in doctor_command._format_report(report)
 
 

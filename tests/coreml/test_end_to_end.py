@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from outrider import Client, LocalCluster, SamplingParams
-from outrider.drafters.coreml.selection import PREFERRED_UNITS, Packages
-from outrider.drafters.coreml.trial import TrialResult, TrialStore
+from outrider.drafters.coreml import trial
+from outrider.drafters.coreml.selection import PREFERRED_UNITS, cached_package
+from outrider.drafters.coreml.trial import TrialResult
 from tests.coreml.conftest import GOOD, SIZES
 from tests.tiny import VOCAB_SIZE, Pair
 
@@ -25,10 +26,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> I
     """Converts the draft and stores a successful trial of the package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        packages = Packages(models["draft_model"])
-        package = packages.get(packages.variants[0])
-        row = TrialResult(package.options, package.manifest.key, PREFERRED_UNITS[0], GOOD)
-        TrialStore(packages.source_hash).add(row)
+        patch.setattr(trial, "run_trial", lambda package, units: TrialResult("", GOOD))
+        trial.try_once(cached_package(models["draft_model"], print), PREFERRED_UNITS[0], print)
         yield
 
 
@@ -75,7 +74,7 @@ def test_prompts_read_by_the_package_do_not_change_the_text(
 ) -> None:
     """The text is that of AR, and it is the package that reads. Acceptance: test_acceptance.py."""
     (draft,) = [worker for worker in package_reads_prompts.stats().workers if worker.role == "draft"]
-    assert draft.backend == "mlx" and draft.note.startswith("prompts of 1 tokens and more are read by")
+    assert draft.backend == "mlx" and draft.note.startswith("prompts are read by")
     assert generated(package_reads_prompts, "ssd", 0.8) == alone(0.8)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.coreml.drafter import CoreMLDrafter
-from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
+from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault
 from outrider.engine.loading import load
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Converted
@@ -22,18 +22,15 @@ SAMPLING = SamplingParams(max_tokens=40, temp=0.8, seed=9)
 class FailingRuntime:
     """The interpreter, which returns NaN or infinity, or raises, after its first `after` calls."""
 
-    name, compile_seconds = "the failing device", 0.0
+    name = "the failing device"
 
     def __init__(self, made: Converted, after: int, how: str) -> None:
         self._inner = NumpyRuntime(made.package.path)
         self._after, self._how, self.calls = after, how, 0
 
-    def new_state(self) -> RuntimeState | None:
-        return None
-
-    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
+    def call(self, function: str, inputs: Inputs) -> Outputs:
         self.calls += 1
-        outputs = self._inner.call(function, inputs, state)
+        outputs = self._inner.call(function, inputs)
         if self.calls > self._after:
             if self._how == "dies":
                 raise RuntimeFault("the failing device is gone; drafting is off for this request")

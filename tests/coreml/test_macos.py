@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.macos,
     pytest.mark.skipif(sys.platform != "darwin", reason="needs macOS: Core ML is there only"),
 ]
-MODES = ["stateless", "hybrid", "onehot"]
 
 
 def logits(made: Converted, runtime: CoreMLRuntime, text: list[int]) -> NDArray[np.float32]:
@@ -34,19 +33,17 @@ def logits(made: Converted, runtime: CoreMLRuntime, text: list[int]) -> NDArray[
     while kv_rows.length < len(text):
         function = scored[turn % len(scored)]
         fresh = kv_rows.read(text[kv_rows.length : kv_rows.length + function.rows], function)
-        assert fresh.logits is not None
         rows.append(fresh.logits)
         turn += 1
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("weights", ["fp16", "int8", "int4"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("weights", ["fp16", "int8"])
 def test_cpu_predictions_match_those_of_the_interpreter(
-    converted: Callable[..., Converted], text: list[int], mode: str, weights: str
+    converted: Callable[..., Converted], text: list[int], weights: str
 ) -> None:
-    """Within float16 noise. All functions share one cache, so this also tests the state that they share."""
-    made = converted("qwen2", mode=mode, weights=weights)
+    """Within float16 noise. All functions share one cache."""
+    made = converted("qwen2", weights=weights)
     found = logits(made, CoreMLRuntime(made.package, "CPU_ONLY"), text)
     expected = logits(made, NumpyRuntime(made.package.path), text)
     assert np.abs(found - expected).max() <= 0.1 * expected.std()
@@ -59,19 +56,14 @@ def test_a_float32_package_is_exact_on_the_cpu(converted: Callable[..., Converte
     assert np.abs(found - logits(made, NumpyRuntime(made.package.path), text)).max() <= 1e-3
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_neural_engine_survives_its_trial_or_is_refused(converted: Callable[..., Converted], mode: str) -> None:
-    """A trial, in a process of its own, must end with a result or a reason, even if the result is bad."""
-    row = trial.run_trial(converted("qwen2", mode=mode).package, "CPU_AND_NE")
-    assert row.trial is not None or row.reason
-    if mode == "stateless":
-        assert not row.reason, row.reason
+def test_the_neural_engine_passes_its_trial(converted: Callable[..., Converted]) -> None:
+    row = trial.run_trial(converted("qwen2").package, "CPU_AND_NE")
+    assert not row.reason, row.reason
 
 
 def test_compute_plan_gives_the_share_of_the_neural_engine(converted: Callable[..., Converted]) -> None:
-    shares = runtimes.engine_share(converted("qwen2").package, "CPU_AND_NE")
-    assert "q1" in shares  # a plan may be of the default function only
-    assert all(0 <= share <= 1 for share in shares.values())
+    share = runtimes.engine_share(converted("qwen2").package, "CPU_AND_NE")
+    assert share is not None and 0 <= share <= 1
 
 
 def test_a_thousand_predictions_are_consistent(converted: Callable[..., Converted]) -> None:
@@ -82,11 +74,10 @@ def test_a_thousand_predictions_are_consistent(converted: Callable[..., Converte
         if turn % 200 == 0:
             kv_rows = CoreMLKVRows(host)
             result = kv_rows.read([7], single).logits
-            assert result is not None
             first = result if first is None else first
             assert (result == first).all()
         else:
-            assert kv_rows is not None and kv_rows.read([turn % 500], single).logits is not None
+            assert kv_rows is not None and np.isfinite(kv_rows.read([turn % 500], single).logits).all()
 
 
 def test_drafter_on_the_cpu_drafts_like_the_interpreter(converted: Callable[..., Converted], text: list[int]) -> None:
@@ -99,23 +90,17 @@ def test_drafter_on_the_cpu_drafts_like_the_interpreter(converted: Callable[...,
     assert same >= 0.75  # near-ties may fall either way
 
 
-@pytest.mark.parametrize("mode", MODES)
 def test_prompts_read_on_the_cpu_match_those_of_the_interpreter(
-    converted: Callable[..., Converted], text: list[int], mode: str
+    converted: Callable[..., Converted], text: list[int]
 ) -> None:
-    package = converted("qwen2", mode=mode).package
+    package = converted("qwen2").package
     runtimes = (CoreMLRuntime(package, "CPU_ONLY", ["prefill64"]), NumpyRuntime(package.path))
-    found, expected = (list(PackageReader(package, runtime, 1)(text[:150])) for runtime in runtimes)
+    found, expected = (list(PackageReader(package, runtime)(text[:150])) for runtime in runtimes)
     for one, other in zip(found, expected, strict=True):
-        for a, b in ((one.keys, other.keys), (one.values, other.values)):
-            assert np.abs(a - b).max() <= 0.1 * b.std()
+        for layer, reference in zip(one, other, strict=True):
+            for a, b in zip(map(np.array, layer), map(np.array, reference), strict=True):
+                assert np.abs(a - b).max() <= 0.1 * b.std()
 
 
 def test_has_engine_returns_a_bool_on_this_mac() -> None:
     assert isinstance(runtimes.has_neural_engine(), bool)
-
-
-def test_prompt_times_are_measured_on_this_mac(converted: Callable[..., Converted]) -> None:
-    made = converted("qwen2")
-    found = trial.time_prompts(made.package, "CPU_ONLY", made.model_path)
-    assert found.lengths, found.sentence

@@ -28,7 +28,7 @@ MIL = ".converters.mil.mil"
 
 @pytest.fixture
 def executed(converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
-    """Operation -> arguments of a few of its calls in graphs of every mode."""
+    """Operation -> arguments of a few of its calls in a graph."""
     seen: dict[str, list[dict[str, Any]]] = {}
 
     def recorder(kind: str, run: interpreter.Op) -> interpreter.Op:
@@ -42,10 +42,9 @@ def executed(converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatc
 
     for kind, run in list(interpreter.OPS.items()):
         monkeypatch.setitem(interpreter.OPS, kind, recorder(kind, run))
-    for mode in ("stateless", "hybrid", "onehot"):
-        kv_rows = CoreMLKVRows(converted("qwen3", mode=mode).host())
-        for function in (kv_rows._host.layout.functions[1], kv_rows._host.layout.prefill):
-            kv_rows.read([3, 1, 4], function)
+    kv_rows = CoreMLKVRows(converted("qwen3").host())
+    for function in (kv_rows._host.layout.functions[1], kv_rows._host.layout.prefill):
+        kv_rows.read([3, 1, 4], function)
     monkeypatch.undo()
     return seen
 
@@ -95,13 +94,6 @@ def test_silu_is_x_over_one_plus_e_to_minus_x() -> None:
         assert math.isclose(float(np.asarray(interpreter.silu(np.array(x)))), x / (1 + math.exp(-x)), abs_tol=1e-15)
 
 
-def test_slice_update_writes_only_its_window() -> None:
-    x, update = np.zeros((2, 6, 3)), np.ones((2, 2, 3))
-    begin, end, whole = np.array([0, 3, 0]), np.array([0, 5, 0]), np.array([True, False, True])
-    found = interpreter.slice_update(x, update, begin, end, end_mask=whole)
-    assert (found[:, 3:5] == 1).all() and found.sum() == 12 and not x.any()
-
-
 def test_split_takes_a_number_or_sizes() -> None:
     x, axis = np.arange(12.0).reshape(2, 6), np.array(-1)
     three = interpreter.split(x, axis, num_splits=np.array(3))
@@ -115,47 +107,12 @@ def test_concat_refuses_to_interleave() -> None:
         interpreter.concat([np.zeros(2)], np.array(0), interleave=True)
 
 
-def test_state_persists_between_calls_and_functions(converted: Callable[..., Converted]) -> None:
-    made = converted("qwen3", mode="hybrid")
-    host, text = made.host(), [5, 6, 7, 8, 9, 10, 11, 12, 13]
-    several, single = host.layout.functions[1], host.layout.functions[0]
-    kv_rows = CoreMLKVRows(host)
-    kv_rows.read(text[:8], several)
-    with_memory = kv_rows.read(text[8:], single).logits
-    without = CoreMLKVRows(host).read(text[8:], single).logits
-    full = CoreMLKVRows(host).read(text, host.layout.functions[2]).logits
-    assert with_memory is not None and without is not None and full is not None
-    assert np.abs(with_memory[-1] - full[-1]).max() < 0.05 < np.abs(without[-1] - full[-1]).max()
-
-
-def test_two_states_are_independent(converted: Callable[..., Converted]) -> None:
-    host = converted("qwen3", mode="onehot").host()
-    single = host.layout.functions[0]
-    one, other = CoreMLKVRows(host), CoreMLKVRows(host)
-    one.read([5], single)
-    first = one.read([6], single).logits
-    other.read([9], single)
-    again = CoreMLKVRows(host)
-    again.read([5], single)
-    repeated = again.read([6], single).logits
-    assert first is not None and repeated is not None and (first == repeated).all()
-
-
-def test_only_a_stateful_package_requires_a_state(converted: Callable[..., Converted]) -> None:
-    made = converted("qwen3", mode="hybrid")
-    runtime = NumpyRuntime(made.package.path)
-    inputs = {t.name: np.zeros(t.shape, np.float32) for t in made.package.layout.inputs(made.package.layout.prefill)}
-    with pytest.raises(RuntimeFault, match="state"):
-        runtime.call("prefill64", inputs, None)
-    assert converted("qwen3").host().new_cache().state is None
-
-
 def test_wrong_inputs_and_functions_are_named(converted: Callable[..., Converted]) -> None:
     runtime = NumpyRuntime(converted("qwen3").package.path)
     with pytest.raises(RuntimeFault, match="no function q2; it has prefill64, q1"):
-        runtime.call("q2", {}, None)
+        runtime.call("q2", {})
     with pytest.raises(RuntimeFault, match=r"input x has shape \(3,\); expected \(1, 128, 1, 1\)"):
-        runtime.call("q1", {"x": np.zeros(3)}, None)
+        runtime.call("q1", {"x": np.zeros(3)})
 
 
 def test_results_are_rounded_to_the_declared_type(converted: Callable[..., Converted]) -> None:
@@ -169,14 +126,14 @@ def test_weights_are_read_as_coremltools_reads_them(converted: Callable[..., Con
     from coremltools.libmilstoragepython import _BlobStorageReader as Reader
 
     seen = set()
-    for mode, weights in (("stateless", "fp16"), ("stateless", "fp32"), ("stateless", "int8"), ("hybrid", "int4")):
-        path = converted("qwen3", mode=mode, weights=weights).package.path
+    for weights in ("fp16", "fp32", "int8"):
+        path = converted("qwen3", weights=weights).package.path
         model, reader = mil_program.read(path), Reader(str(path / WEIGHTS_PATH))
         for constant in _constants(model):
             expected = _read_by_coremltools(reader, constant)
             assert (model.value(constant).reshape(-1) == expected.reshape(-1)).all()
             seen.add(constant.port.dtype)
-    assert seen == {"FLOAT16", "FLOAT32", "INT8", "UINT4"}
+    assert seen == {"FLOAT16", "FLOAT32", "INT8"}
 
 
 def test_missing_blob_is_refused(tmp_path: Path, converted: Callable[..., Converted]) -> None:
@@ -222,6 +179,4 @@ def _read_by_coremltools(reader: Any, constant: Constant) -> NDArray[Any]:
             return np.frombuffer(reader.read_fp16_data(constant.offset).tobytes(), np.float16)
         case "FLOAT32":
             return np.asarray(reader.read_float_data(constant.offset))
-        case "INT8":
-            return np.asarray(reader.read_int8_data(constant.offset))
-    return np.asarray(reader.read_uint4_data(constant.offset))
+    return np.asarray(reader.read_int8_data(constant.offset))

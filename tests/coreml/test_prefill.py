@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.coreml import selection, trial
+from outrider.drafters.coreml import selection
 from outrider.drafters.coreml.drafter import PackageReader
 from outrider.drafters.coreml.runtimes import (
     MACOS_ONLY_MESSAGE,
@@ -22,10 +20,7 @@ from outrider.drafters.coreml.runtimes import (
     Inputs,
     Outputs,
     RuntimeFault,
-    RuntimeState,
 )
-from outrider.drafters.coreml.selection import Packages
-from outrider.drafters.coreml.trial import TrialResult, TrialStore
 from outrider.drafters.drafter import make_drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, ReadingFault
@@ -34,7 +29,7 @@ from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
-from tests.coreml.conftest import GOOD, SIZES, VOCAB, Converted
+from tests.coreml.conftest import SIZES, VOCAB, Converted
 from tests.harness.mil_interpreter import NumpyRuntime
 from tests.slots import open_draft_tree
 
@@ -42,17 +37,16 @@ Figure = Callable[[str, float], None]
 STEPS = 40
 NOISE = {"fp32": 1e-4, "fp16": 0.1}
 KINDS = [
-    ("llama", "stateless", "fp32", 2),
-    ("llama", "stateless", "fp32", 1),
-    ("llama", "stateless", "fp16", 2),
-    ("qwen3", "hybrid", "fp16", 2),
-    ("qwen3", "onehot", "fp16", 2),
+    ("llama", "fp32", 2),
+    ("llama", "fp32", 1),
+    ("llama", "fp16", 2),
+    ("qwen3", "fp16", 2),
 ]
-kinds = pytest.mark.parametrize(("family", "mode", "weights", "layers"), KINDS)
+kinds = pytest.mark.parametrize(("family", "weights", "layers"), KINDS)
 
 
-def reader_of(made: Converted, least: int = 1) -> PackageReader:
-    return PackageReader(made.package, NumpyRuntime(made.package.path), least)
+def reader_of(made: Converted) -> PackageReader:
+    return PackageReader(made.package, NumpyRuntime(made.package.path))
 
 
 @kinds
@@ -60,13 +54,12 @@ def test_mlx_continues_from_the_keys_and_values_of_the_package(
     converted: Callable[..., Converted],
     text: list[int],
     family: str,
-    mode: str,
     weights: str,
     layers: int,
     figure: Figure,
 ) -> None:
     """mlx-lm's own caches take the keys and values as they are."""
-    made = converted(family, mode=mode, weights=weights, num_hidden_layers=layers)
+    made = converted(family, weights=weights, num_hidden_layers=layers)
     model, prompt, rest = made.mlx(), text[:150], text[150 : 150 + STEPS]
     exact = made.mlx_logits(text)[150 : 150 + STEPS]
     caches, counts = make_prompt_cache(model), list[int]()
@@ -120,26 +113,17 @@ def test_keys_are_converted_to_the_number_format_of_the_model(
     assert {cache.keys.dtype for cache in kv_rows.rows._layers if cache.keys is not None} == {mx.bfloat16}
 
 
-def test_short_prompts_are_left_to_the_model(converted: Callable[..., Converted], text: list[int]) -> None:
-    reader = reader_of(converted("llama"), least=100)
-    read = [sum(piece[0][0].shape[2] for piece in reader((text * 2)[:count])) for count in (0, 1, 99, 100, 200, 300)]
-    assert read == [0, 0, 0, 100, 200, 256]
-
-
 class FailingRuntime:
     """The interpreter, which returns NaN or infinity, or raises, after its first call."""
 
-    name, compile_seconds = "the failing device", 0.0
+    name = "the failing device"
 
     def __init__(self, made: Converted, how: str) -> None:
         self._inner, self._how, self.calls = NumpyRuntime(made.package.path), how, 0
 
-    def new_state(self) -> RuntimeState | None:
-        return None
-
-    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
+    def call(self, function: str, inputs: Inputs) -> Outputs:
         self.calls += 1
-        outputs = self._inner.call(function, inputs, state)
+        outputs = self._inner.call(function, inputs)
         if self.calls > 1:
             if self._how == "dies":
                 raise RuntimeFault("the failing device is gone")
@@ -152,7 +136,7 @@ def test_model_reads_on_when_the_device_fails(
     converted: Callable[..., Converted], text: list[int], how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = converted("llama", weights="fp32")
-    reader = PackageReader(made.package, FailingRuntime(made, how), 1)
+    reader = PackageReader(made.package, FailingRuntime(made, how))
     drafter = MlxDrafter(load(made.model_path), reader)
     tree, alone = (open_draft_tree(d, text[:150], SamplingParams()) for d in (drafter, MlxDrafter(drafter.model)))
     found, expected = (t.candidates([t.root], VOCAB)[0] for t in (tree, alone))
@@ -183,113 +167,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good_trials: None) ->
     return tmp_path
 
 
-def script_measurements(monkeypatch: pytest.MonkeyPatch, *ms: tuple[float, float]) -> list[str]:
-    """Replaces measurements: `ms` are the times of MLX and of the package at 64, 128, ... tokens; if empty, they fail.
-
-    Returns a list to which each measurement adds its units.
-    """
-    measured: list[str] = []
-
-    def run(package: object, units: str, *arguments: str) -> dict[str, Any]:
-        measured.append(units)
-        if not ms:
-            raise RuntimeFault("its trial was ended by SIGKILL")
-        lengths = [64 << i for i in range(len(ms))]
-        mlx, own = ([pair[i] for pair in ms] for i in (0, 1))
-        mine = {"units": units, "mlx": trial.mlx_and_device()}
-        return {**mine, "lengths": lengths, "mlx_ms": mlx, "package_ms": own}
-
-    monkeypatch.setattr(trial, "_run_program", run)
-    return measured
-
-
-@pytest.fixture
-def packages(converted: Callable[..., Converted], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Packages:
-    """The packages of a model, of which the first one has been converted."""
-    made = converted("llama", max_position_embeddings=256)
-    found = Packages(made.model_path)
-    shutil.copytree(made.package.path, found._directory(found.variants[0]))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("ms", "least"),
-    [
-        ([(1, 9), (2, 9), (9, 3)], 256),
-        ([(9, 1), (9, 2), (9, 3)], 64),
-        ([(9, 1), (1, 9), (9, 3)], 256),
-        ([(9, 1), (9, 1), (9, 8.9)], None),
-        ([(1, 2)], None),
-    ],
-)
-def test_package_reads_prompts_from_the_length_where_faster(
-    packages: Packages, monkeypatch: pytest.MonkeyPatch, ms: Sequence[tuple[float, float]], least: int | None
-) -> None:
-    measured, model = script_measurements(monkeypatch, *ms), str(packages.checkpoint)
-    assert selection.load_prompt_reader(model, "auto", print) == ""
-    for _ in range(2):
-        found = selection.get_prompt_times(packages, print)
-        assert found.min_tokens == least and ("MLX reads" in found.sentence) == (least is None)
-        assert "\n" not in found.sentence
-        reader = selection.load_prompt_reader(model, "auto", print)
-        assert (None if isinstance(reader, str) else reader.min_tokens) == least
-    assert measured == ["CPU_AND_NE"]
-
-
-@pytest.mark.parametrize("change", ["mlx_and_device", "os_build"])
-def test_prompt_times_are_valid_for_one_version_of_mlx_and_macos(
-    packages: Packages, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    measured = script_measurements(monkeypatch, (9, 1))
-    assert selection.get_prompt_times(packages, print).min_tokens == 64
-    monkeypatch.setattr(trial, change, lambda: "another")
-    assert selection.load_prompt_reader(str(packages.checkpoint), "auto", print) == ""
-    assert selection.get_prompt_times(packages, print).min_tokens == 64 and measured == ["CPU_AND_NE"] * 2
-
-
-def test_prompt_times_of_a_rebuilt_package_are_not_used(
-    packages: Packages, converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script_measurements(monkeypatch, (9, 1))
-    row = TrialResult(
-        packages.variants[0], "another key", "CPU_ONLY", GOOD, prompts=trial.time_prompts(None, "CPU_ONLY", None)
-    )
-    TrialStore(packages.source_hash).add(row)
-    assert selection.load_prompt_reader(str(packages.checkpoint), "auto", print) == ""
-
-
-def test_failed_measurement_leaves_prompts_to_mlx(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = script_measurements(monkeypatch)
-    for _ in range(2):
-        found = selection.get_prompt_times(packages, print)
-        assert found.min_tokens is None and found.sentence == "prompts are read by MLX: its trial was ended by SIGKILL"
-    assert measured == ["CPU_AND_NE"]
-
-
-def test_prompt_times_are_measured_in_a_separate_process(converted: Callable[..., Converted]) -> None:
-    made = converted("llama")
-    found = trial.time_prompts(made.package, "CPU_ONLY", made.model_path)
-    assert found.lengths == [64, 128, 256] and found.reason == ""
-    assert min(*found.mlx_ms, *found.package_ms) > 0
-
-
-def test_drafter_uses_the_package_only_where_measured_faster(
-    packages: Packages, monkeypatch: pytest.MonkeyPatch, text: list[int]
-) -> None:
-    model, messages = str(packages.checkpoint), list[str]()
-    assert selection.load_prompt_reader(model, "auto", messages.append) == "" and messages == []
-    script_measurements(monkeypatch, (9, 20), (20, 9))
-    assert selection.get_prompt_times(packages, messages.append).min_tokens == 128
-    reader = selection.load_prompt_reader(model, "auto", messages.append)
-    assert not isinstance(reader, str) and reader.min_tokens == 128 and not list(reader(text[:127]))
-    assert messages[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
-    drafter = make_drafter("mlx", model, messages.append)
-    assert isinstance(drafter, MlxDrafter) and drafter.note == reader.note
-    tree = open_draft_tree(drafter, text[:150], SamplingParams())
-    alone = open_draft_tree(make_drafter("mlx", model, messages.append, "mlx"), text[:150], SamplingParams())
-    assert tree.best([tree.root]) == alone.best([alone.root])
-
-
 def test_mlx_reads_prompts_without_core_ml(
     converted: Callable[..., Converted], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +175,7 @@ def test_mlx_reads_prompts_without_core_ml(
     monkeypatch.delenv(STAND_IN_VARIABLE)
     model, why = str(converted("llama").model_path), f"prompts are read by MLX: {MACOS_ONLY_MESSAGE}"
     assert selection.load_prompt_reader(model, "coreml", print) == why
-    for prefill, left_out in (("coreml", (why,)), ("mlx", ()), ("auto", ())):
+    for prefill, left_out in (("coreml", (why,)), ("mlx", ())):
         drafter = make_drafter("mlx", model, print, prefill)
         assert isinstance(drafter, MlxDrafter) and drafter.left_out == left_out
 
@@ -308,7 +185,7 @@ def test_package_reads_prompts_when_requested(converted: Callable[..., Converted
     made, messages = converted("llama"), list[str]()
     setting = str(made.package.path) if prefill == "package" else prefill
     reader = selection.load_prompt_reader(str(made.model_path), setting, messages.append)
-    assert not isinstance(reader, str) and reader.min_tokens == 1 and "reference interpreter" in reader.note
+    assert not isinstance(reader, str) and "reference interpreter" in reader.note
     assert ("converting" in messages[0]) == (prefill == "coreml")
 
 
@@ -321,7 +198,7 @@ def test_invalid_settings_are_one_line_errors(
         selection.load_prompt_reader(str(other), str(made.package.path), print)
     assert "\n" not in str(refused.value)
     for setting in ("often", "~no-such-user/package"):
-        with pytest.raises(InvalidRequest, match=f"draft prefill is '{setting}'; expected auto, mlx, coreml or"):
+        with pytest.raises(InvalidRequest, match=f"draft prefill is '{setting}'; expected mlx, coreml or"):
             selection.load_prompt_reader(str(made.model_path), setting, print)
     with pytest.raises(ModelError, match="the Neural Engine needs a multiple"):
         selection.load_prompt_reader(str(tiny_model("llama")), "coreml", print)

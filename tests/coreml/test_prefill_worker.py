@@ -27,7 +27,7 @@ def test_package_hands_over_the_keys_and_values_of_mlx(
 ) -> None:
     made, prompt = converted("llama", weights=weights, max_position_embeddings=1024), text[:200]
     layout = KVLayout.of(load_lazily(str(made.model_path)).model)
-    package = CoreMLReader(PackageReader(made.package, NumpyRuntime(made.package.path), 1), layout)
+    package = CoreMLReader(PackageReader(made.package, NumpyRuntime(made.package.path)), layout)
     exact = MlxReader(load(made.model_path))
     found, expected = [], []
     for reader, pieces in ((package, found), (exact, expected)):
@@ -46,7 +46,7 @@ def test_prompt_beyond_the_package_context_is_left_to_the_target(
 ) -> None:
     made = converted("llama", max_position_embeddings=1024)
     reader = CoreMLReader(
-        PackageReader(made.package, NumpyRuntime(made.package.path), 1),
+        PackageReader(made.package, NumpyRuntime(made.package.path)),
         KVLayout.of(load_lazily(str(made.model_path)).model),
     )
     read = 0

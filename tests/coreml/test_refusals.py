@@ -7,16 +7,16 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.utils import load_model
 
 from outrider.drafters.coreml import converter
 from outrider.drafters.coreml.converter import convert
-from outrider.drafters.coreml.layout import Mode, Options, PackageFunction, PackageLayout
+from outrider.drafters.coreml.layout import Options, PackageLayout
 from outrider.drafters.coreml.package import (
     EMBEDDING_FILE,
     EXPECTED_FILE,
@@ -25,7 +25,6 @@ from outrider.drafters.coreml.package import (
     import_coremltools,
     open_package,
 )
-from outrider.drafters.coreml.selection import Packages
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
 from tests.coreml.conftest import SIZES, Converted
 
@@ -107,17 +106,7 @@ def test_traditional_rope_is_detected_by_its_behaviour(
 
 def test_missing_untied_head_is_refused(tiny_model: Model, tmp_path: Path) -> None:
     model = copy_with_config(tiny_model("llama", **SIZES), tmp_path, tie_word_embeddings=False)
-    assert "says the output head is untied, but the checkpoint has no lm_head.weight" in conversion_error(
-        model, tmp_path
-    )
-
-
-def test_tied_head_with_weights_of_its_own_is_refused(tiny_model: Model, tmp_path: Path) -> None:
-    untied = tiny_model("llama", **SIZES, tie_word_embeddings=False)
-    model = copy_with_config(untied, tmp_path, tie_word_embeddings=True)
-    assert "says the output head is tied to the embedding, but the checkpoint has another" in conversion_error(
-        model, tmp_path
-    )
+    assert "Missing 1 parameters: lm_head.weight" in conversion_error(model, tmp_path)
 
 
 @pytest.fixture
@@ -140,11 +129,11 @@ def test_tied_head_that_is_stored_twice_is_accepted(tiny_model: Model, tmp_path:
 
 
 @pytest.mark.usefixtures("no_graph")
-def test_bfloat16_becomes_float16_with_a_note(tiny_model: Model, tmp_path: Path) -> None:
-    manifest = convert(tiny_model("qwen3", **SIZES, dtype="bfloat16"), tmp_path / "package", SHORT)
-    (note,) = manifest.notes
-    assert note.startswith("weights were bfloat16 and are float16 here: the largest is ")
-    assert convert(tiny_model("qwen3", **SIZES, dtype="float16"), tmp_path / "other", SHORT).notes == ()
+def test_bfloat16_becomes_float16(tiny_model: Model, tmp_path: Path) -> None:
+    model = tiny_model("qwen3", **SIZES, dtype="bfloat16")
+    convert(model, tmp_path / "package", SHORT)
+    found, expected = np.load(tmp_path / "package" / EMBEDDING_FILE), load_model(model)[0].model.embed_tokens.weight
+    assert found.dtype == np.float16 and (found == np.array(expected.astype(mx.float16))).all()
 
 
 @pytest.mark.parametrize("bad", [1e5, np.inf, np.nan])
@@ -188,17 +177,8 @@ def test_incompatible_options_are_refused(tiny_model: Model, tmp_path: Path) -> 
         Options(context=8)
     with pytest.raises(InvalidRequest, match="weights is 'int2'; expected one of"):
         Options(weights="int2")
-    with pytest.raises(InvalidRequest, match="states in float16 only"):
-        Options(mode=Mode.HYBRID, weights="fp32")
     model = tiny_model("llama", **SIZES, max_position_embeddings=128)
     assert "this model has 128 positions" in conversion_error(model, tmp_path, Options(context=256))
-
-
-def test_int4_of_an_indivisible_width_is_refused(tiny_model: Model, tmp_path: Path) -> None:
-    model = tiny_model("llama", **{**SIZES, "intermediate_size": 200})
-    assert "down_proj has 200 columns; int4 needs a multiple of 64" in conversion_error(
-        model, tmp_path, Options(weights="int4", context=64)
-    )
 
 
 def test_existing_destination_is_refused(tiny_model: Model, tmp_path: Path) -> None:
@@ -210,14 +190,6 @@ def test_existing_destination_is_refused(tiny_model: Model, tmp_path: Path) -> N
 def test_path_that_cannot_be_looked_up_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"can't be written \(File name too long\); .* choose another folder"):
         convert(tmp_path, tmp_path / ("x" * 300), SHORT)
-
-
-def test_conversion_without_enough_free_space_is_refused(
-    tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    message = conversion_error(tiny_model("llama", **SIZES), tmp_path)
-    assert "can't be written (0 MiB free, but about" in message and "free some space" in message
 
 
 @pytest.mark.parametrize("step", ["weights", "package"])
@@ -233,29 +205,6 @@ def test_disk_that_fills_up_while_converting_leaves_no_files(
         monkeypatch.setattr(utils, "save_spec", _raise(RuntimeError("[MIL FileWriter]: Unknown error")))
         expected = "MIL FileWriter"
     assert expected in conversion_error(tiny_model("llama", **SIZES), tmp_path)
-
-
-@pytest.mark.usefixtures("no_graph")
-@pytest.mark.parametrize(("package", "twin"), [("a", "a"), ("a", "a/mlx"), ("a/package", "a")])
-def test_mlx_copy_and_package_need_separate_folders(tiny_model: Model, tmp_path: Path, package: str, twin: str) -> None:
-    with pytest.raises(InvalidRequest, match="expected two separate folders"):
-        convert(tiny_model("llama", **SIZES), tmp_path / package, SHORT, mlx_out=tmp_path / twin)
-    assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.usefixtures("no_graph")
-def test_disk_that_fills_up_during_the_mlx_copy_leaves_no_files(
-    tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def move(source: Path, destination: Path) -> None:
-        destination.mkdir()
-        (destination / "config.json").write_text("{}")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(shutil, "move", move)
-    with pytest.raises(ModelError, match="No space left on device"):
-        convert(tiny_model("llama", **SIZES), tmp_path / "out" / "package", SHORT, mlx_out=tmp_path / "out" / "twin")
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 def _raise(error: Exception) -> Callable[..., None]:
@@ -293,60 +242,20 @@ def test_changed_or_missing_package_file_is_refused(package_copy: Path, file: st
     assert f"lacks {file}" in open_error(package_copy)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"context": 288}, "the manifest does not match the package's function q1"),
-        ({"mode": "hybrid"}, "the manifest does not match the package's function q1"),
-        ({"mode": "sideways"}, "is not a manifest"),
-    ],
-)
-def test_manifest_that_does_not_match_its_package_is_refused(
-    package_copy: Path, change: dict[str, Any], sentence: str
-) -> None:
+def test_manifest_with_unknown_values_is_refused(package_copy: Path) -> None:
     file = package_copy / "manifest.json"
     manifest = json.loads(file.read_text())
-    manifest["layout"] |= change
+    manifest["layout"] |= {"context": "long"}
     file.write_text(json.dumps(manifest))
-    assert sentence in open_error(package_copy)
-
-
-def test_package_with_other_functions_is_refused(package_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another release could have written it."""
-    monkeypatch.setattr(PackageLayout, "functions", (PackageFunction("q4", 4, True),))
-    assert "does not match the package's function q4" in open_error(package_copy)
+    assert "is not a manifest" in open_error(package_copy)
 
 
 def test_invalid_or_missing_manifest_is_refused(package_copy: Path, tmp_path: Path) -> None:
     file = package_copy / "manifest.json"
     file.write_text('{"format": 99}')
-    assert "has format 99; this version reads 4" in open_error(package_copy)
+    assert "has format 99; this version reads 5" in open_error(package_copy)
     file.write_text("[]")
     assert "has format None" in open_error(package_copy)
     file.write_text("{")
     assert "is not a converted model" in open_error(package_copy)
     assert "is not a converted model" in open_error(tmp_path / "nowhere")
-
-
-def test_a_model_is_converted_once_and_found_again_until_it_is_damaged(
-    tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    stages: list[str] = []
-    packages = Packages(tiny_model("llama", **SIZES, max_position_embeddings=64), stages.append)
-    fp16 = packages.variants[0]
-    first = packages.get(fp16)
-    assert stages == [
-        f"converting the draft for Core ML: {stage}" for stage in ("reading", "reading weights", "building", "checking")
-    ]
-    stages.clear()
-    assert packages.get(fp16).path == first.path and stages == []
-    assert len({packages._directory(form) for form in packages.variants}) == len(packages.variants)
-    folder = first.path.parent
-    assert [path for path in folder.iterdir() if path.is_dir()] == [first.path]
-    (first.path / WEIGHTS_PATH).unlink()  # as macOS may do in a cache
-    killed, older = folder / f".{first.path.stem}.unfinished", first.path.with_suffix(".3")
-    for left in (killed, older):
-        left.mkdir()
-    assert (packages.get(fp16).path / WEIGHTS_PATH).is_file()
-    assert [path for path in folder.iterdir() if path.is_dir()] == [first.path]

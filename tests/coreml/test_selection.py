@@ -1,237 +1,110 @@
-"""Which package runs on which unit: the order of trials, the cached verdicts, and the messages. Trials are scripted."""
+"""Which unit runs a package: the order of trials, the cached results, and the messages. Trials are scripted."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from outrider.drafters.coreml import selection, trial
-from outrider.drafters.coreml.layout import Mode, Options
-from outrider.drafters.coreml.package import MODEL_PATH, Package
-from outrider.drafters.coreml.selection import PACKAGE_VARIANTS, OnePackage, Packages, Selection
-from outrider.drafters.coreml.trial import PromptTimes, TrialResult, TrialStore
-from outrider.protocol.errors import ModelError
-from tests.coreml.conftest import CONTEXT, GOOD, SIZES, Converted
+from outrider.drafters.coreml.package import WEIGHTS_PATH, Package
+from outrider.drafters.coreml.runtimes import DeviceUnavailable
+from outrider.drafters.coreml.selection import cached_package, package_folder
+from outrider.drafters.coreml.trial import TrialResult
+from tests.coreml.conftest import GOOD, SIZES, Converted
 
-VARIANTS = tuple(Options(mode, weights, CONTEXT) for mode, weights in PACKAGE_VARIANTS)
-NAMES = [str(variant) for variant in VARIANTS]
-KILLED = "its trial was ended by SIGKILL"
+KILLED = "its trial was ended by signal 9 (Killed)"
+TRYING = ["trying Core ML on CPU_AND_NE with this draft (once)", "trying Core ML on CPU_ONLY with this draft (once)"]
 
-
-@dataclasses.dataclass
-class PackagesOnDemand:
-    """A draft's packages, as if converted on demand: all are the same one with another manifest."""
-
-    converted: Callable[..., Converted]
-    existing: set[str] = dataclasses.field(default_factory=set)
-    refused: str = ""
-    variants: tuple[Options, ...] = VARIANTS
-    source_hash: str = "0123456789abcdef0123"
-
-    def is_converted(self, variant: Options) -> bool:
-        return str(variant) in self.existing
-
-    def get(self, variant: Options) -> Package:
-        if str(variant) == self.refused:
-            raise ModelError("the disk is full")
-        self.existing.add(str(variant))
-        package = self.converted("llama").package
-        layout = dataclasses.replace(package.layout, mode=variant.mode, weights=variant.weights)
-        files = package.manifest.files | {str(MODEL_PATH): f"{variant} of {package.manifest.key}"}
-        return dataclasses.replace(package, manifest=dataclasses.replace(package.manifest, layout=layout, files=files))
-
-    def discard(self, variant: Options) -> None:
-        self.existing.discard(str(variant))
-
-
-class ScriptedTrials:
-    """Trials with results scripted for a unit and variant, or for a unit: a time, or the reason of a failure."""
-
-    def __init__(self, results: dict[str, float | str], final: str = "") -> None:
-        self._results, self._final, self.tried = results, final, list[str]()
-
-    def __call__(self, package: Package, units: str) -> TrialResult:
-        self.tried.append(f"{units} {package.options}")
-        end = self._results.get(f"{units} {package.options}", self._results.get(units, KILLED))
-        row = TrialResult(package.options, package.manifest.key, units)
-        if isinstance(end, str):
-            return dataclasses.replace(row, reason=end, final=end == self._final)
-        return dataclasses.replace(row, trial=dataclasses.replace(GOOD, ms=dict.fromkeys(GOOD.ms, end)))
-
-
-Choose = Callable[..., tuple[Selection, list[str]]]
+Choose = Callable[..., tuple[str, list[str]]]
 
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Choose:
-    """`choose(packages, script, thorough=False)`: the selection if trials end as in `script`, and the messages."""
+    """`choose(package, results)`: the sentence of the choice if trials on units end so (one that is not named is
+    killed), and the messages; checks the unit."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
 
-    def run(
-        packages: PackagesOnDemand | OnePackage, script: ScriptedTrials, thorough: bool = False
-    ) -> tuple[Selection, list[str]]:
-        reported: list[str] = []
-        before = len(script.tried)
-        monkeypatch.setattr(trial, "run_trial", script)
-        chosen = selection.select_package(packages, reported.append, thorough)
-        assert len(reported) == len(script.tried) - before and all("(once)" in sentence for sentence in reported)
-        return chosen, reported
+    def run(package: Package, results: dict[str, TrialResult]) -> tuple[str, list[str]]:
+        messages: list[str] = []
+        monkeypatch.setattr(trial, "run_trial", lambda package, units: results.get(units, TrialResult(KILLED)))
+        try:
+            units, sentence = selection.choose_unit(package, messages.append)
+        except DeviceUnavailable as error:
+            return str(error), messages
+        assert sentence.startswith(f"drafting with Core ML on {units}, ")
+        return sentence, messages
 
     return run
 
 
-def units(chosen: Selection) -> str | None:
-    assert (chosen.package is None) == (chosen.row is None)
-    return None if chosen.row is None else chosen.row.units
-
-
-def test_good_first_trial_on_the_neural_engine_ends_the_selection(
+def test_good_trial_on_the_neural_engine_ends_the_selection(
     converted: Callable[..., Converted], choose: Choose
 ) -> None:
-    script = ScriptedTrials({"CPU_AND_NE": 2.25})
-    chosen, reported = choose(PackagesOnDemand(converted), script)
-    assert script.tried == ["CPU_AND_NE stateless fp16"] and units(chosen) == "CPU_AND_NE"
-    assert chosen.sentence == "drafting with Core ML on CPU_AND_NE, stateless fp16, 2.25 ms a token"
-    assert reported == ["trying Core ML on CPU_AND_NE with this draft, stateless fp16 (once)"]
+    chosen, messages = choose(converted("llama").package, {"CPU_AND_NE": TrialResult("", GOOD)})
+    assert chosen == "drafting with Core ML on CPU_AND_NE, fp16, 2.25 ms a token"
+    assert messages == TRYING[:1]
 
 
-def test_other_modes_are_tried_before_other_units(converted: Callable[..., Converted], choose: Choose) -> None:
-    script, packages = ScriptedTrials({"CPU_AND_NE onehot fp16": 3.0, "CPU_ONLY": 1.0}), PackagesOnDemand(converted)
-    chosen, _ = choose(packages, script)
-    assert script.tried == [f"CPU_AND_NE {name}" for name in NAMES[:3]]
-    assert chosen.package is not None and chosen.package.layout.mode is Mode.ONEHOT
-    assert chosen.sentence.startswith("drafting with Core ML on CPU_AND_NE, onehot fp16, 3.00 ms a token (CPU_AND_NE, ")
-    assert f"stateless fp16: {KILLED}; CPU_AND_NE, hybrid fp16: {KILLED})" in chosen.sentence
+def test_cpu_is_tried_next_and_the_reason_is_reported(converted: Callable[..., Converted], choose: Choose) -> None:
+    chosen, messages = choose(converted("llama").package, {"CPU_ONLY": TrialResult("", GOOD)})
+    assert chosen == f"drafting with Core ML on CPU_ONLY, fp16, 2.25 ms a token (CPU_AND_NE: {KILLED})"
+    assert messages == TRYING
 
 
-def test_cpu_is_tried_last_and_all_reasons_are_reported(converted: Callable[..., Converted], choose: Choose) -> None:
-    script = ScriptedTrials({"CPU_ONLY": 4.0})
-    chosen, _ = choose(PackagesOnDemand(converted), script)
-    assert script.tried == [*(f"CPU_AND_NE {name}" for name in NAMES), "CPU_ONLY stateless fp16"]
-    assert units(chosen) == "CPU_ONLY" and "\n" not in chosen.sentence and chosen.sentence.count(KILLED) == 6
+def test_unit_that_disagrees_with_mlx_is_not_used(converted: Callable[..., Converted], choose: Choose) -> None:
+    wrong = replace(GOOD, agreement=0.5)
+    chosen, _ = choose(converted("llama").package, {"CPU_AND_NE": TrialResult(wrong.fault, wrong)})
+    assert chosen.startswith(
+        "Core ML does not help this draft on this machine (CPU_AND_NE: it agreed with the reference"
+    )
+    assert chosen.endswith(f"; CPU_ONLY: {KILLED})")
 
 
-def test_mlx_drafts_without_a_good_trial(converted: Callable[..., Converted], choose: Choose) -> None:
-    script = ScriptedTrials({})
-    chosen, _ = choose(PackagesOnDemand(converted), script)
-    assert units(chosen) is None and chosen.package is None
-    assert chosen.sentence.startswith("Core ML does not help this draft on this machine (CPU_AND")
-    assert len(script.tried) == 12
-
-
-@pytest.mark.parametrize("thorough", [True, False])
-def test_final_failure_ends_the_trials_of_a_unit(
-    converted: Callable[..., Converted], choose: Choose, thorough: bool
-) -> None:
-    """Such as that of a missing unit, or one that hangs: a first start must not wait twelve times fifteen minutes."""
-    script = ScriptedTrials({"CPU_AND_NE": "no such unit", "CPU_ONLY": 4.0}, final="no such unit")
-    chosen, _ = choose(PackagesOnDemand(converted), script, thorough)
-    assert script.tried[:2] == ["CPU_AND_NE stateless fp16", "CPU_ONLY stateless fp16"]
-    assert len(script.tried) == (7 if thorough else 2) and units(chosen) == "CPU_ONLY"
-
-
-def test_thorough_selection_tries_everything_and_takes_the_fastest(
-    converted: Callable[..., Converted], choose: Choose
-) -> None:
-    script = ScriptedTrials({"CPU_AND_NE": 5.0, "CPU_AND_NE hybrid fp16": 4.6, "CPU_AND_NE stateless int8": 4.0,
-                       "CPU_AND_NE onehot int8": 3.9, "CPU_ONLY": 1.0})  # fmt: skip
-    packages = PackagesOnDemand(converted, existing={"hybrid fp16"})
-    chosen, _ = choose(packages, script, thorough=True)
-    assert script.tried == [f"{units} {name}" for units in ("CPU_AND_NE", "CPU_ONLY") for name in NAMES]
-    # At 3.9 ms, onehot int8 is not faster by a tenth.
-    assert chosen.sentence == "drafting with Core ML on CPU_AND_NE, stateless int8, 4.00 ms a token"
-    assert packages.existing == {"stateless int8", "hybrid fp16"}  # an existing package stays
-    script.tried.clear()
-    assert choose(packages, script)[0].sentence == chosen.sentence and script.tried == []
-
-
-def test_verdicts_are_remembered_by_package_and_system(
+def test_results_are_remembered_by_package_and_system(
     converted: Callable[..., Converted], choose: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, packages = ScriptedTrials({"CPU_AND_NE hybrid fp16": 2.0}), PackagesOnDemand(converted)
-    first, _ = choose(packages, script)
-    assert packages.existing == {"stateless fp16", "hybrid fp16"}
-    script.tried.clear()
-    again, _ = choose(packages, script)
-    assert script.tried == [] and units(again) == units(first) and again.sentence == first.sentence
-    one = OnePackage(converted("llama").package)  # a package that is given by its path has trials of its own
-    assert units(choose(one, script)[0]) is None
-    assert script.tried == [f"{units} stateless fp16" for units in ("CPU_AND_NE", "CPU_ONLY")]
-    script.tried.clear()
+    package, works = converted("llama").package, {"CPU_ONLY": TrialResult("", GOOD)}
+    first, _ = choose(package, works)
+    assert choose(package, {}) == (first, [])
+    assert choose(converted("qwen2").package, {})[1] == TRYING
     monkeypatch.setattr(trial, "os_build", lambda: "99Z1")
-    choose(packages, script)
-    assert script.tried == ["CPU_AND_NE stateless fp16", "CPU_AND_NE hybrid fp16"]
-    script.tried.clear()
-    monkeypatch.setattr(packages, "converted", lambda family, **kind: converted("qwen2", **kind))
-    choose(packages, script)  # other packages under the same names
-    assert script.tried == ["CPU_AND_NE stateless fp16", "CPU_AND_NE hybrid fp16"]
+    failed, messages = choose(package, {})
+    assert messages == TRYING
+    assert choose(package, works) == (failed, [])  # failures are remembered, too
 
 
-def test_fallback_to_mlx_is_remembered(converted: Callable[..., Converted], choose: Choose) -> None:
-    script, packages = ScriptedTrials({}), PackagesOnDemand(converted)
-    first, _ = choose(packages, script)
-    script.tried.clear()
-    again, _ = choose(packages, script)
-    assert script.tried == [] and units(again) is None and again.sentence == first.sentence
-
-
-def test_unreadable_results_file_is_rewritten(
-    converted: Callable[..., Converted], choose: Choose, tmp_path: Path
-) -> None:
-    script, packages = ScriptedTrials({"CPU_AND_NE": 2.0}), PackagesOnDemand(converted)
-    choose(packages, script)
+def test_unreadable_result_is_rewritten(converted: Callable[..., Converted], choose: Choose, tmp_path: Path) -> None:
+    package, works = converted("llama").package, {"CPU_AND_NE": TrialResult("", GOOD)}
+    choose(package, works)
     (file,) = (tmp_path / "coreml" / "probes").iterdir()
     kept = file.read_text()
-    changed = [kept.replace(word, '"other"') for word in ('"agreement"', '"fp16"', '"stateless"')]
-    for text in ("{", "{}", "[1]", '[{"key": "x"}]', *changed):
+    for text in ("{", "{}", "[1]", kept.replace('"agreement"', '"other"')):
         file.write_text(text)
-        script.tried.clear()
-        assert units(choose(packages, script)[0]) == "CPU_AND_NE"
-        assert script.tried == ["CPU_AND_NE stateless fp16"]
+        assert choose(package, works)[1] == TRYING[:1] and file.read_text() == kept
 
 
-def test_saved_trial_rows_are_read_back_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    times = PromptTimes("CPU_AND_NE", "mlx", [64, 128], [1.5, 2.5], [2.0, 1.0])
-    rows = [
-        TrialResult(Options(Mode.HYBRID, "int8", 1024), "a", "CPU_ONLY", reason=KILLED, final=True),
-        TrialResult(Options(Mode.ONEHOT, "fp16", 64), "a", "CPU_AND_NE", GOOD, prompts=times),
-    ]
-    kept = TrialStore("f" * 64)
-    for row in rows:
-        kept.add(row)
-    kept.add(dataclasses.replace(rows[0], final=False))
-    assert TrialStore("f" * 64).rows == [dataclasses.replace(rows[0], final=False), rows[1]]
-    assert TrialStore("e" * 64).rows == []
-
-
-def test_package_that_cannot_be_built_is_skipped(converted: Callable[..., Converted], choose: Choose) -> None:
-    script = ScriptedTrials({"CPU_ONLY": 4.0})
-    chosen, _ = choose(PackagesOnDemand(converted, refused="hybrid fp16"), script)
-    assert units(chosen) == "CPU_ONLY" and "CPU_AND_NE, hybrid fp16: the disk is full" in chosen.sentence
-    with pytest.raises(ModelError, match="the disk is full"):
-        choose(PackagesOnDemand(converted, refused="stateless fp16", source_hash="another draft"), script)
-
-
-def test_packages_of_a_checkpoint_are_made_and_removed(
-    tiny_model: Callable[..., Path],
-    converted: Callable[..., Converted],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_model_is_converted_once_and_found_again_until_it_is_damaged(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    packages = Packages(tiny_model("llama", **SIZES, max_position_embeddings=128))
-    assert [str(form) for form in packages.variants] == NAMES and {form.context for form in packages.variants} == {128}
-    form = packages.variants[3]
-    assert not packages.is_converted(form)
-    assert packages.get(form).options == form and packages.is_converted(form)
-    assert packages.source_hash == packages.get(form).manifest.source_hash
-    packages.discard(form)
-    assert not packages.is_converted(form)
-    assert not any(path.is_dir() for path in (tmp_path / "coreml" / "packages").iterdir())
-    named = OnePackage(converted("llama").package)
-    named.discard(named.variants[0])
-    assert named.get(named.variants[0]).path.is_dir()
+    stages: list[str] = []
+    model = tiny_model("llama", **SIZES, max_position_embeddings=64)
+    assert not package_folder(model).exists() and package_folder(model) != package_folder(model, "int8")
+    first = cached_package(model, stages.append)
+    assert first.layout.weights == "fp16" and first.layout.context == 64 and first.path == package_folder(model)
+    assert stages == [
+        f"converting the draft for Core ML: {stage}" for stage in ("reading", "reading weights", "building", "checking")
+    ]
+    stages.clear()
+    assert cached_package(model, stages.append).path == first.path and stages == []
+    folder = first.path.parent
+    assert [path for path in folder.iterdir() if path.is_dir()] == [first.path]
+    (first.path / WEIGHTS_PATH).unlink()  # as macOS may do in a cache
+    killed, older = folder / f".{first.path.stem}.unfinished", first.path.with_suffix(".3")
+    for left in (killed, older):
+        left.mkdir()
+    assert (cached_package(model, stages.append).path / WEIGHTS_PATH).is_file()
+    assert [path for path in folder.iterdir() if path.is_dir()] == [first.path]

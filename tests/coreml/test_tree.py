@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLTree
-from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
+from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault
 from outrider.drafters.drafter import DrafterFault, TokenTree
 from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask
@@ -27,7 +27,6 @@ from tests.harness.mil_interpreter import NumpyRuntime
 from tests.slots import open_draft_tree
 
 Figure = Callable[[str, float], None]
-KINDS = [("stateless", "fp32"), ("stateless", "fp16"), ("hybrid", "fp16"), ("onehot", "fp16")]
 TOLERANCE = {"fp32": 1e-4, "fp16": 0.2}  # a tenth of the logits' deviation; a wrong mask or position costs far more
 GREEDY = SamplingParams()
 
@@ -48,11 +47,11 @@ def check_node(tree: TokenTree, node: int, path: list[int], model: nn.Module, to
     return error
 
 
-@pytest.mark.parametrize(("mode", "weights"), KINDS)
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
 def test_eight_ragged_branches_have_the_scores_of_full_runs(
-    converted: Callable[..., Converted], text: list[int], mode: str, weights: str, figure: Figure
+    converted: Callable[..., Converted], text: list[int], weights: str, figure: Figure
 ) -> None:
-    made, draws = converted("llama", mode=mode, weights=weights), np.random.default_rng(3)
+    made, draws = converted("llama", weights=weights), np.random.default_rng(3)
     model, prompt = made.mlx(), text[:90]
     with open_tree(made, prompt) as tree:
         check_node(tree, tree.root, prompt, model, TOLERANCE[weights])
@@ -68,15 +67,15 @@ def test_eight_ragged_branches_have_the_scores_of_full_runs(
         for tip, path in zip(tips, paths, strict=True):
             errors.append(check_node(tree, tip, path, model, TOLERANCE[weights]))
             assert np.argmin([c.gap for c in tree.candidates([tip], 4)[0]]) == 0
-        figure(f"tree 8 x 4, ragged, {weights} {mode}: largest error of a gap to the best", max(errors))
+        figure(f"tree 8 x 4, ragged, {weights}: largest error of a gap to the best", max(errors))
 
 
-@pytest.mark.parametrize(("mode", "weights"), KINDS)
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
 def test_scores_stay_exact_through_rollback_and_refeeding(
-    converted: Callable[..., Converted], text: list[int], mode: str, weights: str, figure: Figure
+    converted: Callable[..., Converted], text: list[int], weights: str, figure: Figure
 ) -> None:
     """Twenty rounds of drafting and committing, more drafted tokens than the cache has slots."""
-    made, draws = converted("llama", mode=mode, weights=weights), np.random.default_rng(4)
+    made, draws = converted("llama", weights=weights), np.random.default_rng(4)
     model, known = made.mlx(), list(text[:70])
     with open_tree(made, known) as tree:
         for turn in range(20):
@@ -95,7 +94,7 @@ def test_scores_stay_exact_through_rollback_and_refeeding(
             if turn % 6 == 5:
                 check_node(tree, tree.root, known, model, TOLERANCE[weights])
         error = check_node(tree, tree.root, known, model, TOLERANCE[weights])
-        figure(f"rollback and re-feed, 20 rounds, {weights} {mode}: largest error of a gap to the best", error)
+        figure(f"rollback and re-feed, 20 rounds, {weights}: largest error of a gap to the best", error)
 
 
 def test_a_commit_keeps_descendants_and_drops_the_rest(converted: Callable[..., Converted], text: list[int]) -> None:
@@ -212,12 +211,10 @@ def test_several_requests_share_a_drafter(converted: Callable[..., Converted], t
     check_node(again, again.root, text[100:110], model, 1e-4)
 
 
-@pytest.mark.parametrize(("mode", "weights"), KINDS)
-def test_undrafted_text_is_read_in_pieces(
-    converted: Callable[..., Converted], text: list[int], mode: str, weights: str
-) -> None:
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
+def test_undrafted_text_is_read_in_pieces(converted: Callable[..., Converted], text: list[int], weights: str) -> None:
     """After rejected and after accepted drafts, several times; afterwards the tree grows as usual."""
-    made = converted("llama", mode=mode, weights=weights)
+    made = converted("llama", weights=weights)
     model, known = made.mlx(), list(text[:20])
     with open_tree(made, known) as tree:
         for count, pieces in ((1, 1), (80, 2), (10, 1)):
@@ -260,22 +257,6 @@ def test_work_ahead_runs_on_a_core_ml_tree(converted: Callable[..., Converted], 
         assert column_tokens(tree) == known
 
 
-def test_a_scattered_cache_is_packed(converted: Callable[..., Converted], text: list[int]) -> None:
-    """Hybrid mode writes runs of slots. When the free ones are too scattered, all tokens are fed again without gaps."""
-    made = converted("llama", mode="hybrid")
-    model, runtime = made.mlx(), _RecordingRuntime(made)
-    drafter = CoreMLDrafter(made.package, runtime)
-    tree = open_draft_tree(drafter, text[:20], GREEDY)
-    while "prefill64" not in runtime.calls:  # 20 tokens were read without it
-        nodes = tree.feed([tree.root] * 9, list(range(9)))
-        (below,) = tree.feed(nodes[-1:], [3])
-        tree.best([*nodes, below])
-        tree.commit(nodes[-1:])
-        assert tree.committed_len < 80  # nine slots a round: by then there is no run of sixteen left
-    check_node(tree, tree.root, column_tokens(tree), model, TOLERANCE["fp16"])
-    check_node(tree, below, [*column_tokens(tree), 3], model, TOLERANCE["fp16"])
-
-
 def test_tree_closed_while_its_prompt_is_read_leaves_no_state_behind(
     converted: Callable[..., Converted], text: list[int]
 ) -> None:
@@ -316,13 +297,12 @@ def test_feeding_a_full_context_is_refused(converted: Callable[..., Converted], 
 
 
 def test_too_many_drafted_tokens_are_refused(converted: Callable[..., Converted], text: list[int]) -> None:
-    for mode in ("stateless", "hybrid"):
-        with (
-            open_tree(converted("llama", mode=mode), [*text, *text][: CONTEXT - 1]) as tree,
-            pytest.raises(DrafterFault, match="slots"),
-        ):
-            for _ in range(20):
-                tree.best(tree.feed([tree.root] * 8, list(range(8))))
+    with (
+        open_tree(converted("llama"), [*text, *text][: CONTEXT - 1]) as tree,
+        pytest.raises(DrafterFault, match="slots"),
+    ):
+        for _ in range(20):
+            tree.best(tree.feed([tree.root] * 8, list(range(8))))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -386,7 +366,7 @@ def test_input_buffers_are_allocated_once(converted: Callable[..., Converted], t
 class _RecordingRuntime:
     """The reference interpreter, which records its calls and can be made to fail."""
 
-    name, compile_seconds = "the watched runtime", 0.0
+    name = "the watched runtime"
 
     def __init__(self, made: Converted) -> None:
         self._inner = NumpyRuntime(made.package.path)
@@ -396,15 +376,12 @@ class _RecordingRuntime:
         self.nan_output = ""
         self.broken = False
 
-    def new_state(self) -> RuntimeState | None:
-        return self._inner.new_state()
-
-    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
+    def call(self, function: str, inputs: Inputs) -> Outputs:
         self.calls.append(function)
         self.buffers.setdefault(function, set()).update(array.ctypes.data for array in inputs.values())
         if self.broken:
             raise RuntimeFault("the watched runtime is out of order")
-        outputs = self._inner.call(function, inputs, state)
+        outputs = self._inner.call(function, inputs)
         if self.nan_output:
             outputs[self.nan_output][0, 0, 0, 0] = np.nan
         if self.poison is not None:

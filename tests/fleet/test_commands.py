@@ -148,11 +148,11 @@ def test_unit_prints_a_service_file_and_the_next_step(run: Run, tmp_path: Path) 
 
 def test_paths_in_a_unit_are_absolute(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("heads", "smollm2", "mtp", "mlx"):
+    for folder in ("heads", "smollm2", "mtp", "coreml"):
         (tmp_path / folder).mkdir()
-    flags = ["--model=smollm2", "--draft-prefill=mlx", "--head=heads", "--head=mtp", "--keys=keys", "--trace=t.json"]
+    flags = ["--model=smollm2", "--draft-prefill=coreml", "--head=heads", "--head=mtp", "--keys=keys", "--trace=t.json"]
     _, out, _ = run("unit", "tcp://10.0.0.1:7777", "--for", "systemd", *flags)
-    for word in ("--model=smollm2 ", "--draft-prefill=mlx ", "--head=mtp "):
+    for word in ("--model=smollm2 ", "--draft-prefill=coreml ", "--head=mtp "):
         assert word in out
     for flag, path in (("head", "heads"), ("keys", "keys"), ("trace", "t.json")):
         assert f"--{flag}={tmp_path}/{path}" in out

@@ -37,7 +37,7 @@ DRAFTER = DrafterPlan(on="other-host", needs=Resources(ane=1))
 def fleet(hosts: Any) -> Iterator[Fleet]:
     ingress = IngressPlan(port=0, api_keys=(KEY,))
     placed = Placed(replicas=2, needs=Resources(metal=1), drafter=DRAFTER)
-    engine = ServeSettings(memory=False, draft_prefill="mlx")  # of the drafters, which are not on the engines' hosts
+    engine = ServeSettings(memory=False, draft_prefill="coreml")  # of the drafters, which are not on the engines' hosts
     with running(FleetPlan(engine, placed, ingress=ingress), "placed", 2) as found:
         yield found
 

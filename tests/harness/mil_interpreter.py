@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml.package import Package
-from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
+from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault
 from outrider.protocol.errors import ModelError
 from tests.harness import mil_program
 from tests.harness.mil_program import Constant, Port, SavedFunction, SavedModel, SavedOperation
@@ -64,20 +64,6 @@ def split(x: Array, axis: Array, num_splits: Array | None = None, split_sizes: A
     return np.split(x, np.cumsum(split_sizes)[:-1], axis=int(axis))
 
 
-def slice_update(
-    x: Array, update: Array, begin: Array, end: Array, begin_mask: Array | None = None, end_mask: Array | None = None
-) -> Array:
-    """Returns `x` with [begin, end) replaced; a masked begin or end reaches to the edge."""
-    window = []
-    for axis in range(x.ndim):
-        first = None if begin_mask is not None and begin_mask[axis] else int(begin[axis])
-        last = None if end_mask is not None and end_mask[axis] else int(end[axis])
-        window.append(slice(first, last))
-    result = x.copy()
-    result[tuple(window)] = update
-    return result
-
-
 def blockwise_shift_scale(data: Array, scale: Array, offset: Array | None = None) -> Array:
     """Returns scale * (data - offset), with one scale for each block of the data."""
     for axis in range(data.ndim):
@@ -106,13 +92,11 @@ def _binary(function: Callable[..., Any]) -> Op:
 OPS: dict[str, Op] = {
     "abs": lambda x: np.asarray(np.abs(x)),
     "add": _binary(np.add),
-    "sub": _binary(np.subtract),
     "mul": _binary(np.multiply),
     "real_div": _binary(np.divide),
     "maximum": _binary(np.maximum),
     "reduce_max": _reduce(np.max),
     "reduce_mean": _reduce(np.mean),
-    "reduce_sum": _reduce(np.sum),
     "rsqrt": rsqrt,
     "softmax": softmax,
     "silu": silu,
@@ -122,17 +106,11 @@ OPS: dict[str, Op] = {
     "split": split,
     "reshape": lambda x, shape: np.reshape(x, tuple(int(size) for size in shape)),
     "transpose": lambda x, perm: np.transpose(x, tuple(int(axis) for axis in perm)),
-    "slice_update": slice_update,
 }
 
 
-_STATE_OPS = ("read_state", "write_state")
-_MOVES = ("concat", "reshape", "slice_update", "split", "transpose")  # these compute no numbers to round
+_MOVES = ("concat", "reshape", "split", "transpose")  # these compute no numbers to round
 _CONSTEXPR = "constexpr_blockwise_shift_scale"
-
-
-class NumpyState(dict[str, NDArray[Any]]):
-    """State arrays by name, float32 holding float16's numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +118,7 @@ class _Step:
     """One operation ready to run: `fixed` arguments are constants, `named` are looked up, `dead` is freed after it."""
 
     operation: SavedOperation
-    run: Op | None
+    run: Op
     fixed: dict[str, Any]
     named: dict[str, list[str]]
     dead: tuple[str, ...]
@@ -154,27 +132,19 @@ class NumpyRuntime:
     """
 
     name = "the reference interpreter (numpy): exact and slow, for checking"
-    compile_seconds = 0.0
 
     def __init__(self, package: Path) -> None:
         self._model: SavedModel = mil_program.read(package)
         self._weights: dict[object, NDArray[Any]] = {}
         self._plans: dict[str, tuple[_Step, ...]] = {}
 
-    def new_state(self) -> RuntimeState | None:
-        states = self._model.functions[self._model.default_function].states
-        return NumpyState({port.name: np.zeros(port.shape, np.float32) for port in states}) if states else None
-
-    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
+    def call(self, function: str, inputs: Inputs) -> Outputs:
         spec = self._model.functions.get(function)
         if spec is None:
             raise RuntimeFault(f"the package has no function {function}; it has {', '.join(self._model.functions)}")
         values = {port.name: _checked(port, inputs) for port in spec.inputs}
         for step in self._plan(spec):
-            if step.run is None:
-                _touch_state(step, values, state)
-            else:
-                _execute(step, step.run, values)
+            _execute(step, values)
             for name in step.dead:
                 del values[name]
         return {name: values[name] for name in spec.outputs}
@@ -200,7 +170,7 @@ class _Planner:
                 self._known[operation.outputs[0].name] = self._decoded(operation.arguments["val"][0])
             elif operation.kind == _CONSTEXPR:
                 self._known[operation.outputs[0].name] = self._expanded(operation)
-            elif operation.kind in OPS or operation.kind in _STATE_OPS:
+            elif operation.kind in OPS:
                 steps.append(self._step(operation))
             else:
                 raise ModelError(f"the reference interpreter does not support the operation {operation.kind!r}")
@@ -218,7 +188,7 @@ class _Planner:
                 named[name] = [b if isinstance(b, str) else "" for b in bindings]
                 if many:  # a list may have constants and results: constants become named values
                     fixed.update({b: v for b, v in zip(named[name], values, strict=True) if v is not None})
-        return _Step(operation, OPS.get(operation.kind), fixed, named, ())
+        return _Step(operation, OPS[operation.kind], fixed, named, ())
 
     def _decoded(self, binding: str | Constant) -> NDArray[Any]:
         if isinstance(binding, str):
@@ -245,37 +215,25 @@ def _with_ends(steps: list[_Step], keep: set[str]) -> tuple[_Step, ...]:
     seen, ended = set(keep), []
     for step in reversed(steps):
         touched = {port.name for port in step.operation.outputs}
-        if step.run is not None or step.operation.kind == "write_state":
-            touched |= {name for names in step.named.values() for name in names}
-        states = set(step.named.get("input", [])) if step.run is None else set()
-        dead = {name for name in touched if name not in seen and name not in step.fixed} - states
+        touched |= {name for names in step.named.values() for name in names}
+        dead = {name for name in touched if name not in seen and name not in step.fixed}
         seen |= touched
         ended.append(_Step(step.operation, step.run, step.fixed, step.named, tuple(sorted(dead))))
     return tuple(reversed(ended))
 
 
-def _execute(step: _Step, run: Op, values: dict[str, NDArray[Any]]) -> None:
+def _execute(step: _Step, values: dict[str, NDArray[Any]]) -> None:
     arguments = {name: value for name, value in step.fixed.items() if name in step.operation.arguments}
     for name, names in step.named.items():
         arrays = [values[n] if n in values else step.fixed[n] for n in names]
         arguments[name] = arrays if name == "values" else arrays[0]
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # the host checks for overflow
-        result = run(**arguments)
+        result = step.run(**arguments)
         results = result if isinstance(result, list) else [result]
         for port, array in zip(step.operation.outputs, results, strict=True):
             if array.shape != port.shape:
                 raise RuntimeFault(f"{step.operation.kind} {port.name} gave {array.shape}, declared {port.shape}")
             values[port.name] = array if step.operation.kind in _MOVES else _rounded(array, port.dtype)
-
-
-def _touch_state(step: _Step, values: dict[str, NDArray[Any]], state: RuntimeState | None) -> None:
-    if not isinstance(state, NumpyState):
-        raise RuntimeFault("this package keeps its cache in a state; call it with one from new_state()")
-    name = step.named["input"][0]
-    if step.operation.kind == "read_state":
-        values[step.operation.outputs[0].name] = state[name]
-    else:
-        state[name] = values[step.named["data"][0]]
 
 
 def _checked(port: Port, inputs: Inputs) -> NDArray[Any]:

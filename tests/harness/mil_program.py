@@ -34,26 +34,19 @@ class BlobFile:
         self._bytes: NDArray[np.uint8] = np.memmap(path, np.uint8, mode="r")
 
     def read(self, offset: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Returns the array whose header is at `offset`; UINT4 as uint8, one number per item.
+        """Returns the array whose header is at `offset`.
 
         Raises:
             ModelError: there is no such blob.
         """
         header = self._bytes[offset : offset + _HEADER.size].tobytes()
         sentinel, _, size, start = _HEADER.unpack(header) if len(header) == _HEADER.size else (0, 0, 0, 0)
-        count = int(np.prod(shape))
-        expected = (count + 1) // 2 if dtype == "UINT4" else count * np.dtype(DTYPES[dtype]).itemsize
+        expected = int(np.prod(shape)) * np.dtype(DTYPES[dtype]).itemsize
         if sentinel != _SENTINEL or size != expected or start + size > self._bytes.size:
             raise ModelError(
                 f"{self._path} holds no {dtype} {list(shape)} at {offset}; it does not belong to this model.mlmodel"
             )
-        data = self._bytes[start : start + size]
-        return unpack4(data, count).reshape(shape) if dtype == "UINT4" else data.view(DTYPES[dtype]).reshape(shape)
-
-
-def unpack4(data: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """Returns `count` 4-bit numbers, the low half of each byte first."""
-    return np.stack([data & 15, data >> 4], axis=-1).reshape(-1)[:count]
+        return self._bytes[start : start + size].view(DTYPES[dtype]).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +82,6 @@ class SavedFunction:
 
     name: str
     inputs: tuple[Port, ...]
-    states: tuple[Port, ...]
     outputs: tuple[str, ...]
     operations: tuple[SavedOperation, ...]
 
@@ -139,12 +131,9 @@ class _Reader:
 
     def _function(self, name: str, spec: Any) -> SavedFunction:
         block = spec.block_specializations[spec.opset]
-        plain = [port for port in spec.inputs if port.type.WhichOneof("type") == "tensorType"]
-        states = [port for port in spec.inputs if port.type.WhichOneof("type") == "stateType"]
         return SavedFunction(
             name,
-            tuple(self._port(port.name, port.type) for port in plain),
-            tuple(self._port(port.name, port.type.stateType.wrappedType) for port in states),
+            tuple(self._port(port.name, port.type) for port in spec.inputs),
             tuple(block.outputs),
             tuple(self._operation(operation) for operation in block.operations),
         )

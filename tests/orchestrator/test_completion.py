@@ -18,7 +18,7 @@ CASES = {
     "outrider serve --draft-device ": {"auto", "cpu"},
     "outrider worker dr": {"draft"},
     "outrider completion ": {"bash", "zsh", "fish"},
-    "outrider convert --mlx": {"--mlx-out"},
+    "outrider convert --wei": {"--weights"},
     "outrider fleet sta": {"status"},
     "outrider help gen": {"generate"},
     "outrider verify --model somew": {"somewhere/"},
