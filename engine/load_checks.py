@@ -15,7 +15,6 @@ from itertools import islice
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.cache import KVCache as MlxKVCache
@@ -270,36 +269,20 @@ def batch_logits_match(model: LoadedModel) -> bool:
     return agrees
 
 
-def find_fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
-    """Runs the check `agrees` of the form `what`. Returns "", or undoes the form's changes and returns why it fails."""
-    restore, reason = _make_restorer(model.model), "its logits are wrong"
+def _find_fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
+    """Runs the check `agrees` of the form `what`. Returns "", or why the form fails.
+
+    What a form has changed in the model's modules stays: it does nothing in other forms' forwards.
+    """
+    reason = "its logits are wrong"
     try:
         with wrap_model_errors(what, logging.INFO):
             if agrees():
                 return ""
     except ModelError as error:
         reason = first_line(error)
-    restore()
     log.info("%s can't be used with this %s model: %s", what, model.model_type, reason)
     return reason
-
-
-def _make_restorer(model: nn.Module) -> Callable[[], None]:
-    """Returns a function that restores a model's modules and the names in their Python modules, as they are now."""
-    kinds = [(part, type(part)) for part in model.modules()]
-    names = [vars(sys.modules[name]) for name in {kind.__module__ for _, kind in kinds} if name in sys.modules]
-    parts: list[dict[str, Any]] = [*(part for part, _ in kinds), *names]
-    before = [dict(part) for part in parts]
-
-    def restore() -> None:
-        for part, kind in kinds:
-            part.__class__ = kind
-        for now, then in zip(parts, before, strict=True):
-            for name in then:
-                if now.get(name) is not then[name]:
-                    now[name] = then[name]
-
-    return restore
 
 
 def open_kv_cache(model: LoadedModel) -> KVCache:
@@ -319,7 +302,7 @@ def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
     kinds = MlxKVCache | RotatingKVCache
     if not plain or not all(isinstance(cache, kinds) for cache in make_prompt_cache(model.model)):
         return partial(SeparateKVCache, model.model, found.own_caches)
-    if find_fault(model, "texts in one forward", partial(batch_logits_match, model)):
+    if _find_fault(model, "texts in one forward", partial(batch_logits_match, model)):
         return partial(SeparateKVCache, model.model)
     return partial(FlatKVCache, model.model, not _find_tree_fault(model, "trees of drafts", JointKVRows))
 
@@ -359,7 +342,7 @@ def find_tree_form(model: LoadedModel) -> TreeForm:
 
 def _find_tree_fault(model: LoadedModel, what: str, form: TreeForm) -> str:
     """Returns why trees of this form fail, or ""."""
-    return find_fault(model, what, partial(tree_logits_match, model, form))
+    return _find_fault(model, what, partial(tree_logits_match, model, form))
 
 
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
