@@ -262,7 +262,7 @@ class SeparateKVCache(ModelRows):
     trees = False
 
     def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
-        """`own_caches`: use the model's own caches only (see `protocol.messages.Abilities`)."""
+        """`own_caches`: use the model's own caches only, for a model that can't verify chains with others."""
         super().__init__(model, own_caches=own_caches)
 
     def open(self) -> SeparateSequence:

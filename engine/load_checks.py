@@ -59,9 +59,9 @@ TreeForm = type[DenseKVRows]
 def probe_abilities(model: LoadedModel) -> Abilities:
     """Returns what this model can do as a target, tried once. The reference is its own caches, fed one token at a time.
 
-    Chooses the simplest caches with the right logits: those that roll back at once, else the model's own, copied before
-    each chain, else the model's own without chains. If layers have a window, everything is tried past the window, too,
-    after repeated keys and values, because computing so many would take minutes.
+    It can verify chains if caches that roll back give the right logits; else it decodes with its own caches. If layers
+    have a window, everything is tried past the window, too, after repeated keys and values, because computing so many
+    would take minutes.
 
     Raises:
         ModelError: the model can't decode: its forward fails, or its logits are NaN or infinite.
@@ -70,20 +70,16 @@ def probe_abilities(model: LoadedModel) -> Abilities:
         return Abilities(all_cores=model.cpu.has_all_cores)
     with wrap_model_errors(f"a forward of this {model.model_type} model"):
         trials = [(before, _compute_reference(model, before)) for before in _make_fillers(model)]
-    reason = ""
-    for own_caches in (False, True):
-        try:
-            with wrap_model_errors("a trial forward", logging.INFO):
-                for before, reference in trials:
-                    _check_chain(model, before, reference, own_caches)
-            return Abilities(own_caches=own_caches)
-        except OutriderError as error:
-            reason = str(error)
-            log.info("a %s target can't verify (own caches: %s): %s", model.model_type, own_caches, reason)
-        finally:
-            mx.clear_cache()
-    why = f"a {model.model_type} model can't verify several tokens at once ({reason}), so it decodes token by token"
-    return Abilities(chains=False, own_caches=True, why=why)
+    try:
+        with wrap_model_errors("a trial forward", logging.INFO):
+            for before, reference in trials:
+                _check_chain(model, before, reference)
+        return Abilities()
+    except OutriderError as error:
+        why = f"a {model.model_type} model can't verify several tokens at once ({error}), so it decodes token by token"
+        return Abilities(chains=False, why=why)
+    finally:
+        mx.clear_cache()
 
 
 def _compute_reference(model: LoadedModel, before: Filler) -> mx.array:
@@ -97,7 +93,7 @@ def _compute_reference(model: LoadedModel, before: Filler) -> mx.array:
     return reference.astype(mx.float32)
 
 
-def _check_chain(model: LoadedModel, before: Filler, reference: mx.array, own_caches: bool) -> None:
+def _check_chain(model: LoadedModel, before: Filler, reference: mx.array) -> None:
     """Feeds token by token, then a chain that is rolled back after its first token.
 
     Raises:
@@ -112,10 +108,9 @@ def _check_chain(model: LoadedModel, before: Filler, reference: mx.array, own_ca
             raise ModelFault(f"the logits of {tokens}{past} are wrong by {worst:.1g} of their standard deviation")
 
     last = _make_final_tokens(model)
-    if not own_caches:
-        text = _TrialText(model, before, own_caches)
-        compare(0, mx.concatenate([text.feed([token]) for token in last]), "one token at a time")
-    text = _TrialText(model, before, own_caches)
+    text = _TrialText(model, before)
+    compare(0, mx.concatenate([text.feed([token]) for token in last]), "one token at a time")
+    text = _TrialText(model, before)
     base = text.sequence.length
     text.sequence.mark()
     wrong = [(token + 1) % model.vocab_size for token in last[1 : 1 + _REJECTED_TOKENS]]
@@ -160,7 +155,7 @@ def _repeat_kv(leaf: Any, seed: int, window: int) -> tuple[mx.array, mx.array]:
 class _TrialText:
     """A text with caches of its own, which begins with `_TEXT_TOKENS` tokens and `before`; None: it is empty."""
 
-    def __init__(self, model: LoadedModel, before: Filler | None, own_caches: bool) -> None:
+    def __init__(self, model: LoadedModel, before: Filler | None, own_caches: bool = False) -> None:
         self._kv_cache = SeparateKVCache(model.model, own_caches)
         self.sequence = self._kv_cache.open()
         self.leaves = [leaf for cache in self.sequence.caches for leaf in flatten_caches(cache)]
@@ -297,11 +292,10 @@ def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
         # `engine.ort` checked texts in one forward at load. If logits are rounded, branches differ from chains.
         trees = not model.cpu.quantised and not _find_tree_fault(model, "trees of drafts", JointKVRows)
         return partial(FlatKVCache, model.model, trees, model.cpu)
-    found = probe_abilities(model)
-    plain = model.attention_only and found.chains and not found.own_caches
-    kinds = MlxKVCache | RotatingKVCache
-    if not plain or not all(isinstance(cache, kinds) for cache in make_prompt_cache(model.model)):
-        return partial(SeparateKVCache, model.model, found.own_caches)
+    chains, kinds = probe_abilities(model).chains, MlxKVCache | RotatingKVCache
+    plain = model.attention_only and all(isinstance(cache, kinds) for cache in make_prompt_cache(model.model))
+    if not chains or not plain:
+        return partial(SeparateKVCache, model.model, own_caches=not chains)
     if _find_fault(model, "texts in one forward", partial(batch_logits_match, model)):
         return partial(SeparateKVCache, model.model)
     return partial(FlatKVCache, model.model, not _find_tree_fault(model, "trees of drafts", JointKVRows))
