@@ -37,18 +37,18 @@ class Step:
         self._best: list[int] | None = None
         self._top_scores: tuple[mx.array, mx.array] | None = None
         self._read: Floats | None = None
-        self._on_cpu = mx.default_device().type == mx.cpu
+        self._by_numpy = mx.default_device().type == mx.cpu
 
     def chosen(self) -> mx.array:
         """Returns each row's best token, int [R], as an array of MLX. Waits on a CPU."""
         if self._chosen is None:
-            self._chosen = mx.array(self.best(), mx.int32) if self._on_cpu else self._choose(mx, self._scores)
+            self._chosen = mx.array(self.best(), mx.int32) if self._by_numpy else self._choose(mx, self._scores)
         return self._chosen
 
     @property
     def pending(self) -> mx.array:
         """The array to evaluate before `best`, so that it does not wait."""
-        return self._scores if self._on_cpu else self.chosen()
+        return self._scores if self._by_numpy else self.chosen()
 
     @property
     def is_read(self) -> bool:
@@ -57,14 +57,14 @@ class Step:
     def best(self) -> list[int]:
         """Returns each row's best token. Waits."""
         if self._best is None:
-            chosen = self._choose(np, self._host_scores()) if self._on_cpu else self.chosen()
+            chosen = self._choose(np, self._host_scores()) if self._by_numpy else self.chosen()
             self._best = cast(list[int], chosen.tolist())
         return self._best
 
     def candidates(self, rows: Sequence[int], count: int) -> list[list[Candidate]]:
         """Returns the `count` best tokens of each of these rows, best first; fewer if filters leave fewer. Waits."""
         count = min(count, self._scores.shape[1])
-        top = self._host_top(rows, count) if self._on_cpu else self._device_top(rows, count)
+        top = self._host_top(rows, count) if self._by_numpy else self._device_top(rows, count)
         return [
             [Candidate(t, max(0.0, values[0] - v)) for t, v in zip(tokens, values, strict=True) if v > -np.inf]
             for tokens, values in top
@@ -75,7 +75,7 @@ class Step:
         count = min(count, self._scores.shape[1])
         if self._top_scores is not None and self._top_scores[0].shape[1] == count:
             return self._top_scores
-        if self._on_cpu:
+        if self._by_numpy:
             tokens, values = zip(*self._host_top(range(self._scores.shape[0]), count), strict=True)
             self._top_scores = mx.array(tokens, mx.int32), mx.array(values, mx.float32)
         else:
