@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
 from weakref import finalize
@@ -21,7 +21,7 @@ from mlx_lm.models.cache import ArraysCache
 from outrider.engine.cache import flatten_caches
 from outrider.engine.flat import Bools, FlatCache, Floats, Ints, LayerKVs, NodeSegment, Segment
 from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS, KVLayout, ModelRows
-from outrider.engine.loading import LoadedModel, cache_per_model
+from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.trees import ROOT, node_depths
@@ -120,7 +120,7 @@ PromptReader = Callable[[Sequence[int]], Iterator[LayerKVs]]
 pieces: none if the model is faster. Raises ReadingFault if it fails."""
 
 
-@cache_per_model
+@cache
 def _shared_rows(model: LoadedModel) -> ModelRows:
     """Returns the rows that all trees of this model share."""
     # ONNX Runtime's bindings belong to the buffers, so new buffers for each text would slow rounds down.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from outrider.engine.cache import flatten_caches
 from outrider.engine.flat import FlatCache
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, PromptReader, RecurrentKVRows
-from outrider.engine.loading import LoadedModel, cache_per_model
+from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.check import deviations, feed_in_pieces
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
@@ -55,7 +55,7 @@ _GROWTH_TOKENS = 256
 TreeForm = type[DenseKVRows]
 
 
-@cache_per_model
+@cache
 def probe_abilities(model: LoadedModel) -> Abilities:
     """Returns what this model can do as a target, tried once. The reference is its own caches, fed one token at a time.
 
@@ -286,7 +286,7 @@ def open_kv_cache(model: LoadedModel) -> KVCache:
     return _find_cache_form(model)()
 
 
-@cache_per_model
+@cache
 def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
     if model.cpu is not None:
         # `engine.ort` checked texts in one forward at load. If logits are rounded, branches differ from chains.
@@ -319,7 +319,7 @@ def measure_sequence_cost(kv_cache: KVCache) -> KvCost:
     return structs.replace(cost, padded=padded)
 
 
-@cache_per_model
+@cache
 def find_tree_form(model: LoadedModel) -> TreeForm:
     """Returns the first form of KV rows for a drafter's trees that has this model's logits; found once for each model.
 

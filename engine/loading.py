@@ -12,10 +12,8 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,10 +38,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MLX_THREADS = 8  # four read weights, one computes; the rest is a margin
-T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model in memory. `vocab_size`: the width of its logits, including padding; `weight_bytes`: as held now.
 
@@ -73,19 +70,6 @@ class LoadedModel:
         weights = (value.dtype for _, value in tree_flatten(self.model.parameters()))
         found = next((dtype for dtype in weights if mx.issubdtype(dtype, mx.floating)), mx.float32)
         return str(found).removeprefix("mlx.core.")
-
-
-def cache_per_model(function: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
-    """Caches the results of `function` by model, for as long as the model exists."""
-    known: WeakKeyDictionary[LoadedModel, T] = WeakKeyDictionary()
-
-    @wraps(function)
-    def cached(model: LoadedModel) -> T:
-        if model not in known:
-            known[model] = function(model)
-        return known[model]
-
-    return cached
 
 
 def load(
