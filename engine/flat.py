@@ -15,7 +15,6 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +32,6 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 _STEP_COLUMNS = 256  # a buffer has a multiple of this many columns
-_MAX_EARLY_COLUMNS = 128  # layers grow their buffers up to this many columns early, each by a different number
 _PATCHED_FUNCTION = "scaled_dot_product_attention"
 
 LayerKVs = tuple[tuple[mx.array, mx.array], ...]
@@ -208,13 +206,9 @@ class FlatAttentionMetadata:
 _view_numbers = itertools.count(1)
 
 
-def ensure_capacity(buffer: mx.array | None, rows: int, columns: int, like: mx.array, early: int = 0) -> mx.array:
-    """Returns `buffer`, or a copy of it, larger than is needed now, if it has too few rows or columns.
-
-    It is copied `early` columns before it must be; with a different `early` for each layer no forward copies all.
-    """
+def ensure_capacity(buffer: mx.array | None, rows: int, columns: int, like: mx.array) -> mx.array:
+    """Returns `buffer`, or a copy of it, larger than is needed now, if it has too few rows or columns."""
     had_rows, had_columns = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
-    columns += early if buffer is not None else 0
     if rows <= had_rows and columns <= had_columns and buffer is not None:
         return buffer
     rows = had_rows if rows <= had_rows else max(rows, had_rows + had_rows // 2)
@@ -228,11 +222,11 @@ def ensure_capacity(buffer: mx.array | None, rows: int, columns: int, like: mx.a
 class FlatCache:
     """One attention layer's buffers [rows, H, columns, D], written in place, which grow; replaces a `KVCache`."""
 
-    def __init__(self, frame: FlatAttentionMetadata, window: int | None = None, early: int = 0) -> None:
-        """`window`: the columns that the layer sees if it passes no window. `early`: see `ensure_capacity`."""
+    def __init__(self, frame: FlatAttentionMetadata, window: int | None = None) -> None:
+        """`window`: the columns that the layer sees if it passes no window."""
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
-        self._frame, self._window, self._early = frame, window, early
+        self._frame, self._window = frame, window
         self._host: tuple[Floats, Floats] | None = None  # numpy views; dropped when MLX writes, or it would copy
         self.views = 0  # identifies the latest views
 
@@ -291,7 +285,7 @@ class FlatCache:
     def on_host(self, rows: int, columns: int, like: mx.array) -> tuple[Floats, Floats]:
         """Returns writable numpy views of the buffers, grown to this size if needed. `like`: keys of one column."""
         host = self._host
-        if host is None or rows > host[0].shape[0] or columns + self._early > host[0].shape[2]:
+        if host is None or rows > host[0].shape[0] or columns > host[0].shape[2]:
             self._host = host = None
             keys, values = self._reserve(rows, columns, like, like)
             mx.eval(keys, values)
@@ -303,8 +297,8 @@ class FlatCache:
 
     def _reserve(self, rows: int, columns: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Returns the buffers, grown to this size if needed, for such keys and values."""
-        self.keys = ensure_capacity(self.keys, rows, columns, keys, self._early)
-        self.values = ensure_capacity(self.values, rows, columns, values, self._early)
+        self.keys = ensure_capacity(self.keys, rows, columns, keys)
+        self.values = ensure_capacity(self.values, rows, columns, values)
         return self.keys, self.values
 
     def move(self, source: int, target: int, columns: int) -> None:
@@ -434,20 +428,16 @@ class FlatRows:
             patch_attention(model)
         self._keeps_buffers, self._own_caches = keeps_buffers, own_caches
         self._frame = FlatAttentionMetadata()
-        made = make_prompt_cache(model)
-        self._caches = [
-            replace_caches(cache, partial(self._replacement_for, _MAX_EARLY_COLUMNS * number // len(made)))
-            for number, cache in enumerate(made)
-        ]
+        self._caches = [replace_caches(cache, self._replacement_for) for cache in make_prompt_cache(model)]
         leaves = [leaf for cache in self._caches for leaf in flatten_caches(cache)]
         self._layers: list[FlatCache] = [leaf for leaf in leaves if isinstance(leaf, FlatCache)]
         self._sequences: list[FlatSequence] = []
         self._dropped: deque[FlatSequence] = deque()
         self.is_lazy = True
 
-    def _replacement_for(self, early: int, cache: Any) -> Any:
-        """Returns a `FlatCache` for one of the model's own caches, or that cache; `early`: see `ensure_capacity`."""
-        return self._cache_type(self._frame, window_of(cache), early) if self._is_flat(cache) else cache
+    def _replacement_for(self, cache: Any) -> Any:
+        """Returns a `FlatCache` for one of the model's own caches, or that cache."""
+        return self._cache_type(self._frame, window_of(cache)) if self._is_flat(cache) else cache
 
     def _is_flat(self, cache: Any) -> bool:
         return is_attention(cache) and not self._own_caches

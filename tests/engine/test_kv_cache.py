@@ -79,21 +79,6 @@ def test_cache_layout_of_a_model_is_tried_only_once(loaded: Loaded, monkeypatch:
     assert isinstance(again, FlatKVCache) and again is not first and again.trees and not any(again.state())
 
 
-def test_at_most_one_layer_grows_its_buffer_in_a_forward(loaded: Loaded) -> None:
-    """So no forward has to copy the buffers of all layers, which would delay every text in it."""
-    kv_cache = open_kv_cache(loaded("llama"))
-    assert isinstance(kv_cache, FlatKVCache)
-    sequence, grown = kv_cache.open(), []
-    for _ in range(24):
-        before = [cache.keys for cache in kv_cache._caches]
-        mx.eval(kv_cache.forward([Feed(sequence, [3] * 16, 1)]))
-        after = [cache.keys for cache in kv_cache._caches]
-        if before[0] is not None:
-            grown.append([b.shape != a.shape for b, a in zip(before, after, strict=True)])
-    assert [sum(layer) for layer in zip(*grown, strict=True)] == [1] * len(kv_cache._caches)
-    assert max(map(sum, grown)) == 1
-
-
 def test_text_that_sees_the_columns_of_another_is_detected(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shows that `random_walk` notices a mask that is too wide."""
     model = loaded("llama")
