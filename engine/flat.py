@@ -10,6 +10,7 @@ knows nothing of tokens' meaning or of requests.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 from collections import deque
@@ -21,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, create_attention_mask, make_prompt_cache
 
 from outrider.engine.cache import RollbackError, flatten_caches, is_attention, replace_caches, window_of
 from outrider.engine.memory import release_pages
@@ -32,6 +33,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 _STEP_COLUMNS = 256  # a buffer has a multiple of this many columns
+_MAX_MARKS = 3
 _PATCHED_FUNCTION = "scaled_dot_product_attention"
 
 LayerKVs = tuple[tuple[mx.array, mx.array], ...]
@@ -380,29 +382,60 @@ def attention(
 
 
 class FlatSequence:
-    """A text, with a row of `rows`. `length`: the tokens fed so far; `leaves`: caches without such a row.
+    """A text, with a row of `rows`. `length`: the tokens fed so far; `caches`: the layers' own, if it has some.
 
-    `exact`: it can be rolled back to every length, not only to marks.
+    Columns roll back in O(1) by a shorter length. State that can't be shortened, in the `leaves` among the caches, is
+    restored to marked lengths: a recurrent layer's is kept by reference, any other is copied. `exact`: there is none.
     """
 
-    def __init__(self, row: int, rows: FlatRows, layers: Sequence[FlatCache], leaves: Sequence[Any] = ()) -> None:
-        self.row, self.length, self.rows, self._layers, self.leaves = row, 0, rows, layers, leaves
-        self.exact = not leaves
+    def __init__(self, row: int, rows: FlatRows, layers: Sequence[FlatCache], caches: Sequence[Any] = ()) -> None:
+        self.row, self.length, self.rows, self._layers, self.caches = row, 0, rows, layers, caches
+        leaves = (leaf for cache in caches for leaf in flatten_caches(cache))
+        self.leaves = [leaf for leaf in leaves if not isinstance(leaf, FlatCache)]
+        self.exact = not self.leaves
+        self._marks: list[SavedPrefix] = []  # of the leaves only
 
     @property
     def has_free_marks(self) -> bool:
         """True if a mark costs nothing, so that a step which may have to be rolled back is worth starting.
 
-        False if forwards are computed immediately, as by ONNX Runtime.
+        False if marks are copies, or if forwards are computed immediately, as by ONNX Runtime.
         """
-        return self.rows.is_lazy
+        return self.rows.is_lazy and all(isinstance(leaf, ArraysCache) for leaf in self.leaves)
 
     def mark(self) -> None:
-        """Does nothing: every length can be rolled back to."""
+        """Makes the current length one that `roll_back` can return to. The last few marks are kept."""
+        if self.exact:
+            return
+        self._marks.append(SavedPrefix(self.length, (), tuple(_copy_state(leaf, vars(leaf)) for leaf in self.leaves)))
+        del self._marks[: -(_MAX_MARKS if self.has_free_marks else 1)]
 
     def roll_back(self, length: int) -> None:
-        """Rolls back to `length`; the next forward overwrites the later columns."""
+        """Rolls back to `length` tokens, or to the last mark before them; `self.length` is the result. The next forward
+        overwrites the later columns.
+
+        Raises:
+            RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
+        """
+        if length < self.length and not self.exact:
+            self._marks = [mark for mark in self._marks if mark.length <= length]
+            length = self.mark_at(length).length
+            self.restore(self._marks[-1].states)
         self.length = min(length, self.length)
+
+    def mark_at(self, length: int) -> SavedPrefix:
+        """Returns the mark at `length` tokens, or the last one before. Raises RollbackError as `roll_back` does."""
+        if self.length <= length:
+            self.mark()
+        marks = [mark for mark in self._marks if mark.length <= length]
+        if not marks:
+            raise RollbackError(f"no state was marked at or before {length} tokens")
+        return marks[-1]
+
+    def restore(self, states: tuple[Any, ...]) -> None:
+        """Restores the states of a mark. They are copied, since the same mark may be restored again."""
+        for leaf, state in zip(self.leaves, states, strict=True):
+            vars(leaf).update(_copy_state(leaf, state))
 
     def keep(self, length: int, columns: Sequence[int] | Ints) -> None:
         """Keeps only these columns (ascending) after the first `length` tokens."""
@@ -411,6 +444,14 @@ class FlatSequence:
         for cache in self._layers if len(moved) else ():
             cache.gather(self.row, length + int(moved[0]), kept[moved[0] :])
         self.length = length + len(kept)
+
+
+def _copy_state(leaf: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Copies a cache's attributes; those of recurrent layers by reference.
+
+    MLX copies an array when one of two owners writes to it, so a copy costs nothing until then.
+    """
+    return {"cache": list(state["cache"])} if isinstance(leaf, ArraysCache) else copy.deepcopy(state)
 
 
 class FlatRows:

@@ -11,8 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from outrider.engine.flat import FlatCache
-from outrider.engine.kv_cache import SeparateSequence
+from outrider.engine.flat import FlatCache, FlatSequence
 from outrider.engine.load_checks import find_tree_form, probe_abilities
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft, ModelError
@@ -112,11 +111,11 @@ def test_sharp_attention_past_a_window_does_not_look_like_an_error(loaded: Loade
 
 
 def test_rollback_that_drops_too_little_is_detected(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sound = loaded("llama"), SeparateSequence.roll_back
-    monkeypatch.setattr(SeparateSequence, "roll_back", lambda kv, length: sound(kv, length + 1))
+    model, sound = loaded("llama"), FlatSequence.roll_back
+    monkeypatch.setattr(FlatSequence, "roll_back", lambda kv, length: sound(kv, length + 1))
     assert not probe_abilities(without_ort(model)).chains
 
-    monkeypatch.setattr(SeparateSequence, "roll_back", lambda kv, length: None)
+    monkeypatch.setattr(FlatSequence, "roll_back", lambda kv, length: None)
     found = probe_abilities(without_ort(model))
     assert not found.chains
     assert found.why.startswith("a llama model can't verify several tokens at once (")
