@@ -34,8 +34,9 @@ Tokens = Sequence[int] | mx.array
 
 PREFILL_CHUNK_TOKENS = 512  # the most tokens of a prompt in one forward
 
-HiddenStatesListener = Callable[[int, mx.array], None]
-"""A callback that receives the position of the first of some committed tokens, and their hidden states [R, W]."""
+HiddenStatesListener = Callable[..., None]
+"""A callback that receives the position of the first of some committed tokens, and their hidden states [R, W] for each
+reader."""
 
 
 @dataclass(frozen=True, slots=True)

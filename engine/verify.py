@@ -114,11 +114,12 @@ class BatchForward:
         logits: mx.array,
         positions: Sequence[int],
         rows: int,
-        hidden: Sequence[mx.array | None],
+        hidden: Sequence[tuple[mx.array, ...]],
     ) -> None:
         """`logits` [sum of chain lengths + 1, V]; the first row of input i chooses the token at `positions[i]`.
 
-        `hidden[i]`: the hidden states of all tokens that input i feeds, for its listener; those of `chunks` follow.
+        `hidden[i]`: the hidden states of all tokens that input i feeds, for its listener, by reader; those of `chunks`
+        follow.
         """
         self._kv_cache, self.inputs, self.rows = kv_cache, tuple(inputs), rows
         self._logits, self._positions, self._hidden = logits, positions, hidden
@@ -248,13 +249,9 @@ class BatchForward:
                 slot.sequence.keep(trunk, [trunk + node for node in output.path])
             elif output.accepted < len(chain):  # else there is nothing to undo, and the next step may be under way
                 slot.sequence.roll_back(len(slot.tokens) - 1)
-            hidden = self._hidden[index]
-            if slot.listener is not None and hidden is not None:
-                # Tokens that were fed again come first. A slice would wait for the next forward.
-                fed = hidden if hidden.shape[0] == len(chain) + 1 else hidden[-len(chain) - 1 :]
-                kept = fed if len(new) == fed.shape[0] else fed[: len(new)]
-                kept = kept if output.path is None else mx.take(fed, mx.array(own, mx.int32), axis=0)
-                slot.listener(self._positions[index] - 1, kept)
+            if slot.listener is not None and self._hidden[index]:
+                kept = [_rows_of(own, rows, len(chain) + 1) for rows in self._hidden[index]]
+                slot.listener(self._positions[index] - 1, *kept)
         except OutriderError as error:
             return error
         return output
@@ -282,8 +279,12 @@ def begin_forward(
         after: a forward of plain steps that is not read yet; every input is then the plain step after the one there.
     """
     parts: list[VerifyInput | PrefillChunk] = [*inputs, *chunks]
-    hidden: list[mx.array | None] = [None] * len(parts)
-    callbacks = [partial(hidden.__setitem__, n) if p.slot.listener is not None else None for n, p in enumerate(parts)]
+    hidden: list[tuple[mx.array, ...]] = [()] * len(parts)
+
+    def receive(index: int, *rows: mx.array) -> None:
+        hidden[index] = rows
+
+    callbacks = [partial(receive, n) if part.slot.listener is not None else None for n, part in enumerate(parts)]
     feeds = [_make_feed(part, own, after) for part, own in zip(parts, callbacks, strict=True)]
     positions = [input_.slot.fed + feed.count - len(input_.chain) for input_, feed in zip(inputs, feeds, strict=False)]
     starts = [chunk.slot.fed for chunk in chunks]
@@ -293,13 +294,21 @@ def begin_forward(
     forward = BatchForward(kv_cache, inputs, logits[:first], positions, sum(feed.count for feed in feeds), hidden)
     forward.add_prompt_logprobs(chunks, starts, logits[first:])
     for chunk, start, rows in zip(chunks, starts, hidden[len(inputs) :], strict=True):
-        if chunk.slot.listener is not None and rows is not None:
-            chunk.slot.listener(start, rows)
+        if chunk.slot.listener is not None and rows:
+            chunk.slot.listener(start, *rows)
     if inputs:
         forward.choose(after)
     else:
         mx.async_eval(kv_cache.state(), hidden)  # type: ignore[no-untyped-call]
     return forward
+
+
+def _rows_of(accepted: Sequence[int], hidden: mx.array, count: int) -> mx.array:
+    """Returns the hidden states of these of the last `count` tokens; tokens that were fed again come before."""
+    fed = hidden if hidden.shape[0] == count else hidden[-count:]  # a slice would wait for the next forward
+    if accepted[-1] < len(accepted):  # the first ones
+        return fed if len(accepted) == count else fed[: len(accepted)]
+    return mx.take(fed, mx.array(list(accepted), mx.int32), axis=0)
 
 
 def _make_feed(

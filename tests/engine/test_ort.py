@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model, save_model
 
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
-from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
+from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader, HiddenStates
 from outrider.engine.kv_cache import Feed, FlatKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows
 from outrider.engine.load_checks import find_tree_form, open_kv_cache
@@ -377,7 +377,7 @@ def test_keys_and_values_of_a_quantised_model_are_float16(quantised: Quantised, 
 def test_hidden_rows_equal_those_of_mlx(loaded: Loaded, points: HiddenStatePoints) -> None:
     model, found = loaded("llama"), []
     for kv_cache in (open_kv_cache(model), FlatKVCache(model.model)):
-        kv_cache.tap_hidden_states(HiddenStates(model.model, points))
+        kv_cache.tap_hidden_states(HiddenStates(model.model, HiddenStateReader(points)))
         received: list[mx.array] = []
         sequences = [kv_cache.open() for _ in range(2)]
         kv_cache.forward(
