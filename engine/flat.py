@@ -26,7 +26,7 @@ from mlx_lm.models.cache import ArraysCache, create_attention_mask, make_prompt_
 
 from outrider.engine.cache import RollbackError, flatten_caches, is_attention, replace_caches, window_of
 from outrider.engine.memory import release_pages
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.engine.prompt_cache import SavedPrefix
 from outrider.protocol.trees import node_depths
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -522,8 +522,8 @@ class FlatRows:
     def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
         return SavedPrefix(length, self.segment(sequence, 0, length))
 
-    def adopt(self, sequence: FlatSequence, start: CachedPrefix) -> None:
-        layers = tuple((k[..., : start.length, :], v[..., : start.length, :]) for k, v in start.saved.layers)
+    def adopt(self, sequence: FlatSequence, start: SavedPrefix) -> None:
+        layers = tuple((k[..., : start.length, :], v[..., : start.length, :]) for k, v in start.layers)
         self.extend(sequence, layers, start.length)
 
     def extend(self, sequence: FlatSequence, layers: LayerKVs, count: int) -> None:

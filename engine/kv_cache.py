@@ -22,7 +22,7 @@ from outrider.engine.flat import FlatRows, FlatSequence, LayerKVs, NodeSegment, 
 from outrider.engine.hidden_states import FirstLayers, HiddenStates, HiddenStatesCallback, LogitsIndices
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.engine.prompt_cache import SavedPrefix
 from outrider.engine.residual import make_target_sampler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, ProtocolError
@@ -84,7 +84,7 @@ class KVCache(Protocol):
             RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
         """
 
-    def adopt(self, text: Any, start: CachedPrefix) -> None:
+    def adopt(self, text: Any, start: SavedPrefix) -> None:
         """Fills an empty text with a saved prefix."""
 
     def tap_hidden_states(self, taps: HiddenStates) -> None:
@@ -214,10 +214,10 @@ class SeparateKVCache(ModelRows):
         mx.eval(mark.states)
         return replace(super().save(sequence, mark.length), states=mark.states)
 
-    def adopt(self, sequence: Any, start: CachedPrefix) -> None:
+    def adopt(self, sequence: Any, start: SavedPrefix) -> None:
         super().adopt(sequence, start)
-        if start.saved.states:
-            sequence.restore(start.saved.states)
+        if start.states:
+            sequence.restore(start.states)
             mx.eval(self.state())
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
@@ -358,10 +358,10 @@ class CacheSlot:
             mx.eval(self.kv_cache.state())
             mx.clear_cache()
 
-    def begin(self, start: CachedPrefix) -> None:
+    def begin(self, start: SavedPrefix) -> None:
         """Copies a saved prefix instead of reading it, or the part of it that `usable_cached_tokens` allows."""
         if self.usable_cached_tokens is not None:
-            start = replace(start, length=self.usable_cached_tokens(start.length))
+            start = start.cut(self.usable_cached_tokens(start.length))
         self.kv_cache.adopt(self.sequence, start)
 
     def shareable_tokens(self) -> list[int]:

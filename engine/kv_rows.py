@@ -22,7 +22,7 @@ from outrider.engine.cache import flatten_caches
 from outrider.engine.flat import Bools, FlatCache, Floats, Ints, LayerKVs, NodeSegment, Segment
 from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS, KVLayout, ModelRows
 from outrider.engine.loading import LoadedModel
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.engine.prompt_cache import SavedPrefix
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.trees import ROOT, node_depths
 
@@ -104,7 +104,7 @@ class KVRows:
         """Returns a copy of the first `count` columns, evaluated: all of them with `has_extra_state`."""
         return SavedPrefix(0, ())
 
-    def restore(self, start: CachedPrefix) -> None:
+    def restore(self, start: SavedPrefix) -> None:
         """Fills the first columns, which are empty."""
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ class DenseKVRows(KVRows):
     def save(self, count: int) -> SavedPrefix:
         return self.rows.save(self.sequence, count)
 
-    def restore(self, start: CachedPrefix) -> None:
+    def restore(self, start: SavedPrefix) -> None:
         self.rows.adopt(self.sequence, start)
 
     def close(self) -> None:
@@ -312,9 +312,9 @@ class RecurrentKVRows(DenseKVRows):
         mx.eval(states)
         return replace(super().save(count), states=states)
 
-    def restore(self, start: CachedPrefix) -> None:
+    def restore(self, start: SavedPrefix) -> None:
         super().restore(start)
-        self._column_states = {start.length - 1: (start.saved.states, 0)}
+        self._column_states = {start.length - 1: (start.states, 0)}
 
     def _states(self) -> States:
         return tuple(tuple(cache.cache) for cache in self.rows.recurrent)

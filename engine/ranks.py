@@ -22,7 +22,7 @@ import mlx.nn as nn
 
 from outrider.engine.flat import FlatSequence
 from outrider.engine.kv_cache import Feed, KVCache
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.engine.prompt_cache import SavedPrefix
 from outrider.protocol.errors import (
     InvalidRequest,
     ModelError,
@@ -166,8 +166,8 @@ class MirroredKVCache:
         finalize(copy, self._dropped.append, number).atexit = False
         return copy
 
-    def adopt(self, sequence: MirroredSequence, start: CachedPrefix) -> None:
-        number = start.saved.number if isinstance(start.saved, SharedCopy) else 0
+    def adopt(self, sequence: MirroredSequence, start: SavedPrefix) -> None:
+        number = start.number if isinstance(start, SharedCopy) else 0
         self._pending_changes.append(TextChange("adopt", sequence.number, start.length, number))
         self._own.adopt(sequence.own, start)
 
@@ -220,7 +220,7 @@ class RankFollower:
             case "save":
                 self._copies[change.copy] = self._own.save(self._sequences[change.text], change.length)
             case "adopt":
-                self._own.adopt(self._sequences[change.text], CachedPrefix(self._copies[change.copy], change.length))
+                self._own.adopt(self._sequences[change.text], self._copies[change.copy].cut(change.length))
             case "drop":
                 self._copies.pop(change.copy, None)
 

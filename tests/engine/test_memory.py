@@ -17,7 +17,6 @@ from outrider.engine.kv_cache import Feed, FlatKVCache
 from outrider.engine.load_checks import measure_sequence_cost, open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.memory import PeakMemory, release_memory, release_pages
-from outrider.engine.prompt_cache import CachedPrefix
 
 PAGE = 4096
 
@@ -100,7 +99,7 @@ def test_saved_prefix_is_copied_into_the_buffers_in_use(loaded: Callable[..., Lo
     kv_cache.forward([Feed(first, [5] * 40, 0, True), Feed(second, [6], 1)])
     views = [cache.views for cache in kv_cache._layers]
     second.roll_back(0)
-    kv_cache.adopt(second, CachedPrefix(kv_cache.save(first, 30), 30))
+    kv_cache.adopt(second, kv_cache.save(first, 30))
     kv_cache.forward([Feed(second, [5], 1)])
     assert [cache.views for cache in kv_cache._layers] == views
 

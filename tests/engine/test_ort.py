@@ -27,7 +27,6 @@ from outrider.engine.ort import check, graph
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.graph import Affine, build
 from outrider.engine.ort.layers import DecoderLayers, Layout
-from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import ModelError
 from outrider.protocol.process import cpu_flags
@@ -346,7 +345,7 @@ def test_logits_are_bit_equal_after_rollbacks_and_copies(quantised: Quantised, p
     saved = kv_cache.save(sequence, 25)
     feed_tokens(kv_cache, sequence, some_tokens(6, 30))
     other = kv_cache.open()
-    kv_cache.adopt(other, CachedPrefix(saved, 23))
+    kv_cache.adopt(other, saved.cut(23))
     assert np.array_equal(feed_tokens(kv_cache, other, tokens[23:]), truth[23:])
 
 

@@ -17,7 +17,7 @@ from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader, 
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.engine.prompt_cache import SavedPrefix
 from outrider.engine.ranks import MirroredKVCache, RankFollower, Ranks
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.errors import ModelError, OutriderError
@@ -67,7 +67,7 @@ class TwoRanks:
             self._sent.clear()
 
     def adopt(self, text: Any, saved: SavedPrefix) -> None:
-        self.texts.adopt(text, CachedPrefix(saved, saved.length))
+        self.texts.adopt(text, saved)
 
     def check(self) -> None:
         """Checks that both ranks' caches are equal."""
