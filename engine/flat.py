@@ -2,7 +2,8 @@
 
 Dense layers see the tokens of all texts as one row, so nothing is padded there and weights are read once. Each
 attention layer has one buffer with a row for each text. mlx-lm models run unmodified: their cache objects (`FlatCache`)
-supply positions and masks, and the attention function of their modules asks the cache (`patch_attention`).
+supply positions and masks, the attention function of their modules asks the cache (`patch_attention`), and their ropes
+take a position for each token (`patch_ropes`).
 
 The texts of a target and of a head have this form, and so do a drafter's token trees. Knows rows, columns and lengths;
 knows nothing of tokens' meaning or of requests.
@@ -10,10 +11,8 @@ knows nothing of tokens' meaning or of requests.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,21 +21,24 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import ArraysCache, create_attention_mask, make_prompt_cache
+from mlx_lm.models.cache import create_attention_mask
 
-from outrider.engine.cache import RollbackError, flatten_caches, is_attention, replace_caches, window_of
+from outrider.engine.hidden_states import add_mixin
 from outrider.engine.memory import release_pages
-from outrider.engine.prompt_cache import SavedPrefix
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.trees import node_depths
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 _STEP_COLUMNS = 256  # a buffer has a multiple of this many columns
-_MAX_MARKS = 3
 _PATCHED_FUNCTION = "scaled_dot_product_attention"
 
 LayerKVs = tuple[tuple[mx.array, mx.array], ...]
+
+
+class RollbackError(OutriderError):
+    """The model's state can't be rolled back to this length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,163 +383,22 @@ def attention(
     return output
 
 
-class FlatSequence:
-    """A text, with a row of `rows`. `length`: the tokens fed so far; `caches`: the layers' own, if it has some.
+class TokenRope:
+    """A rope that also takes one offset per token if there is one row. Used by `add_mixin`."""
 
-    Columns roll back in O(1) by a shorter length. State that can't be shortened, in the `leaves` among the caches, is
-    restored to marked lengths: a recurrent layer's is kept by reference, any other is copied. `exact`: there is none.
-    """
-
-    def __init__(self, row: int, rows: FlatRows, layers: Sequence[FlatCache], caches: Sequence[Any] = ()) -> None:
-        self.row, self.length, self.rows, self._layers, self.caches = row, 0, rows, layers, caches
-        leaves = (leaf for cache in caches for leaf in flatten_caches(cache))
-        self.leaves = [leaf for leaf in leaves if not isinstance(leaf, FlatCache)]
-        self.exact = not self.leaves
-        self._marks: list[SavedPrefix] = []  # of the leaves only
-
-    @property
-    def has_free_marks(self) -> bool:
-        """True if a mark costs nothing, so that a step which may have to be rolled back is worth starting.
-
-        False if marks are copies, or if forwards are computed immediately, as by ONNX Runtime.
-        """
-        return self.rows.is_lazy and all(isinstance(leaf, ArraysCache) for leaf in self.leaves)
-
-    def mark(self) -> None:
-        """Makes the current length one that `roll_back` can return to. The last few marks are kept."""
-        if self.exact:
-            return
-        self._marks.append(SavedPrefix(self.length, (), tuple(_copy_state(leaf, vars(leaf)) for leaf in self.leaves)))
-        del self._marks[: -(_MAX_MARKS if self.has_free_marks else 1)]
-
-    def roll_back(self, length: int) -> None:
-        """Rolls back to `length` tokens, or to the last mark before them; `self.length` is the result. The next forward
-        overwrites the later columns.
-
-        Raises:
-            RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
-        """
-        if length < self.length and not self.exact:
-            self._marks = [mark for mark in self._marks if mark.length <= length]
-            length = self.mark_at(length).length
-            self.restore(self._marks[-1].states)
-        self.length = min(length, self.length)
-
-    def mark_at(self, length: int) -> SavedPrefix:
-        """Returns the mark at `length` tokens, or the last one before. Raises RollbackError as `roll_back` does."""
-        if self.length <= length:
-            self.mark()
-        marks = [mark for mark in self._marks if mark.length <= length]
-        if not marks:
-            raise RollbackError(f"no state was marked at or before {length} tokens")
-        return marks[-1]
-
-    def restore(self, states: tuple[Any, ...]) -> None:
-        """Restores the states of a mark. They are copied, since the same mark may be restored again."""
-        for leaf, state in zip(self.leaves, states, strict=True):
-            vars(leaf).update(_copy_state(leaf, state))
-
-    def keep(self, length: int, columns: Sequence[int] | Ints) -> None:
-        """Keeps only these columns (ascending) after the first `length` tokens."""
-        kept = np.asarray(columns, np.int32)
-        moved = np.flatnonzero(kept != np.arange(length, length + len(kept)))
-        for cache in self._layers if len(moved) else ():
-            cache.gather(self.row, length + int(moved[0]), kept[moved[0] :])
-        self.length = length + len(kept)
+    def __call__(self, x: mx.array, offset: int | mx.array = 0, **others: Any) -> Any:
+        """Applies the rope. `others`: arguments that mlx-lm's ropes don't have; such a call goes to the rope itself."""
+        own = super().__call__  # type: ignore[misc]
+        per_token = isinstance(offset, mx.array) and x.shape[0] == 1 and offset.shape == (x.shape[-2],)
+        if others or not per_token:
+            return own(x, offset=offset, **others)
+        return own(x.swapaxes(0, 2), offset=offset).swapaxes(0, 2)
 
 
-def _copy_state(leaf: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Copies a cache's attributes; those of recurrent layers by reference.
-
-    MLX copies an array when one of two owners writes to it, so a copy costs nothing until then.
-    """
-    return {"cache": list(state["cache"])} if isinstance(leaf, ArraysCache) else copy.deepcopy(state)
-
-
-class FlatRows:
-    """One buffer for each layer of `model`, for all texts. Rows in use come first, so a forward sees a block of rows.
-
-    `is_lazy`: forwards are computed when they are read. `together`: a forward may feed several texts.
-    """
-
-    together = True
-    _cache_type = FlatCache
-
-    def __init__(self, model: nn.Module, keeps_buffers: bool = False, own_caches: bool = False) -> None:
-        """`keeps_buffers`: keep the buffers after the last text, for the next one. `own_caches`: use no buffers."""
-        if self.together:
-            patch_attention(model)
-        self._keeps_buffers, self._own_caches = keeps_buffers, own_caches
-        self._frame = FlatAttentionMetadata()
-        self._caches = [replace_caches(cache, self._replacement_for) for cache in make_prompt_cache(model)]
-        leaves = [leaf for cache in self._caches for leaf in flatten_caches(cache)]
-        self._layers: list[FlatCache] = [leaf for leaf in leaves if isinstance(leaf, FlatCache)]
-        self._sequences: list[FlatSequence] = []
-        self._dropped: deque[FlatSequence] = deque()
-        self.is_lazy = True
-
-    def _replacement_for(self, cache: Any) -> Any:
-        """Returns a `FlatCache` for one of the model's own caches, or that cache."""
-        return self._cache_type(self._frame, window_of(cache)) if self._is_flat(cache) else cache
-
-    def _is_flat(self, cache: Any) -> bool:
-        return is_attention(cache) and not self._own_caches
-
-    def _sequence(self, row: int) -> FlatSequence:
-        return FlatSequence(row, self, self._layers)
-
-    def open(self) -> FlatSequence:
-        while self._dropped:
-            self.close(self._dropped.popleft())
-        self._sequences.append(self._sequence(len(self._sequences)))
-        return self._sequences[-1]
-
-    def drop(self, sequence: FlatSequence) -> None:
-        """Closes a text, if it is open, at the next `open`; for finalizers, which run at any moment."""
-        self._dropped.append(sequence)
-
-    def close(self, sequence: FlatSequence) -> None:
-        """Frees a text's row and moves the last row there. After the last text also frees the buffers, unless they
-        are to be kept."""
-        if sequence.row < 0:
-            return
-        last = self._sequences.pop()
-        if last is not sequence:
-            for cache in self._layers:
-                cache.move(last.row, sequence.row, last.length)
-                cache.release(sequence.row, last.length)
-            last.row = sequence.row
-            self._sequences[sequence.row] = last
-        sequence.row = -1
-        longest = max((other.length for other in self._sequences), default=0)
-        for cache in self._layers:
-            if self._sequences:
-                cache.release(len(self._sequences))
-                cache.shorten(longest)
-            elif self._keeps_buffers:
-                cache.release(0)
-            else:
-                cache.clear()
-
-    def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
-        return SavedPrefix(length, self.segment(sequence, 0, length))
-
-    def adopt(self, sequence: FlatSequence, start: SavedPrefix) -> None:
-        layers = tuple((k[..., : start.length, :], v[..., : start.length, :]) for k, v in start.layers)
-        self.extend(sequence, layers, start.length)
-
-    def extend(self, sequence: FlatSequence, layers: LayerKVs, count: int) -> None:
-        """Appends keys and values of `count` tokens to a text: [1, H, count, D] of each layer."""
-        for cache, (keys, values) in zip(self._layers, layers, strict=True):
-            cache.adopt(sequence.row, keys, values, sequence.length)
-        sequence.length += count
-        mx.eval(self.state())
-
-    def segment(self, sequence: FlatSequence, start: int, end: int) -> LayerKVs:
-        """Returns copies of a text's keys and values [start, end), as `extend` takes them, evaluated."""
-        layers = tuple(cache.copy_columns(end, sequence.row, start) for cache in self._layers)
-        mx.eval(layers)
-        return layers
-
-    def state(self) -> list[Any]:
-        return [cache.state for cache in self._caches]
+def patch_ropes(model: nn.Module) -> None:
+    """Extends the rope of every attention of `model`, once."""
+    for module in model.modules():
+        for name in ("rope", "rotary_emb"):
+            rope = module.get(name) if isinstance(module, dict) else None
+            if isinstance(rope, nn.Module):
+                add_mixin(rope, TokenRope)

@@ -15,7 +15,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from outrider.engine.flat import Floats
 from outrider.protocol.errors import ModelError
 
 ForwardHook = Callable[[Any, Any], None]
@@ -179,7 +178,7 @@ class HiddenStates:
             return []
         return sorted({*self._layers, *([] if self._norm is None else [self._last])})
 
-    def record_layer_rows(self, number: int, rows: Floats) -> None:
+    def record_layer_rows(self, number: int, rows: np.ndarray[Any, Any]) -> None:
         """Records a layer's output [T, D] in a forward outside the model (see `tapped_layers`)."""
         out = mx.array(rows)[None]
         self._record(number, None, out)

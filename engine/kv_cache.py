@@ -17,8 +17,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.engine import hidden_states
-from outrider.engine.cache import flatten_caches, replace_caches
-from outrider.engine.flat import FlatRows, FlatSequence, LayerKVs, NodeSegment, Segment
+from outrider.engine.cache import FlatRows, FlatSequence, flatten_caches, replace_caches
+from outrider.engine.flat import LayerKVs, NodeSegment, Segment
 from outrider.engine.hidden_states import FirstLayers, HiddenStates, HiddenStatesCallback, LogitsIndices
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward

@@ -22,8 +22,9 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model, get_total_parameters, load_model
 
-from outrider.engine import memory, positions
+from outrider.engine import memory
 from outrider.engine.cache import flatten_caches, is_attention
+from outrider.engine.flat import patch_ropes
 from outrider.engine.hidden_states import ReducedLMHead
 from outrider.engine.ort.check import open_forward
 from outrider.engine.ort.forward import OrtForward
@@ -100,7 +101,7 @@ def load(
     if ranks is not None:
         ranks.shard_model(model, config["model_type"])
     weight_bytes = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
-    positions.patch_ropes(model)
+    patch_ropes(model)
     memory.set_limits(weight_bytes)
     if forward is None:
         mx.eval(model.parameters())

@@ -20,7 +20,7 @@ from weakref import finalize
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.engine.flat import FlatSequence
+from outrider.engine.cache import FlatSequence
 from outrider.engine.kv_cache import Feed, KVCache
 from outrider.engine.prompt_cache import SavedPrefix
 from outrider.protocol.errors import (

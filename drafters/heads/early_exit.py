@@ -20,7 +20,7 @@ from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.kv_rows import LazyBool, are_finite
 from outrider.drafters.heads.trees import HeadTree
-from outrider.engine.flat import FlatSequence
+from outrider.engine.cache import FlatSequence
 from outrider.engine.hidden_states import (
     FirstLayers,
     HiddenStatePoints,

@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.heads.head import BlockHead, Head, PairHead
-from outrider.engine.flat import FlatRows, Floats, Ints, NodeSegment, Segment
+from outrider.engine.cache import FlatRows
+from outrider.engine.flat import Floats, Ints, NodeSegment, Segment
 from outrider.engine.kv_rows import Row
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, SavedPrefix

@@ -11,7 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from outrider.engine.flat import FlatCache, FlatSequence
+from outrider.engine.cache import FlatSequence
+from outrider.engine.flat import FlatCache
 from outrider.engine.load_checks import find_tree_form, probe_abilities
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft, ModelError
