@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import onnxruntime as ort
 
 from outrider.engine.ort import exact_biases
-from outrider.protocol.digest import cache_folder, make_cached, model_digest, read_json, replace_file, use_cached
+from outrider.protocol.digest import cache_folder, make_cached, model_digest, replace_file, use_cached
 from outrider.protocol.errors import ModelError, first_line
 from outrider.protocol.process import cpu_flags, physical_memory
 from outrider.protocol.worker_link import ANY_CORE, DRAFTER_CORE_VARIABLE
@@ -40,7 +40,7 @@ _SPIN_MICROSECONDS = "100"
 """How long an idle thread spins before it sleeps: longer than one thread's operations between those of all threads, but
 not so long that threads keep each other from the cores on a busy machine."""
 _TRIAL_PERIOD, _TRIAL_FORWARDS, _NEW_SHARE = 128, 3, 0.3
-_GRAPH_FILE, _WEIGHTS_FILE, _CHECKED_FILE = "graph.onnx", "weights.bin", "checked.json"
+_GRAPH_FILE, _WEIGHTS_FILE = "graph.onnx", "weights.bin"
 _CPU_FLAGS = ("amx_int8", "avx512_vnni", "avx512f", "avx_vnni", "avx2")
 _SAVE_OPTIONS = {
     "session.save_external_prepacked_constant_initializers": "1",
@@ -192,20 +192,22 @@ class CachedGraph:
                 pass
 
     @property
+    def _check_file(self) -> Path:
+        """The file with the result of the check with as many threads, and +1 if there is a drafters' core."""
+        return self.folder / f"checked-{num_threads()}{'+1' if drafter_core() is not None else ''}"
+
+    @property
     def min_rows(self) -> int | None:
         """The number of rows that forwards must have, as found by the check with as many threads and cores; None: there
         was no such check yet."""
-        return self._checks().get(_cores_name())
+        with suppress(OSError, ValueError):
+            return int(self._check_file.read_text(encoding="utf-8"))
+        return None
 
     def record_check(self, min_rows: int) -> None:
         """Records that the graph, which this process has acquired, passed the check with this minimum of rows."""
         with suppress(OSError):
-            replace_file(self.folder / _CHECKED_FILE, json.dumps(self._checks() | {_cores_name(): min_rows}))
-
-    def _checks(self) -> dict[str, int]:
-        with suppress(ModelError, ValueError, TypeError):
-            return {cores: int(rows) for cores, rows in read_json(self.folder / _CHECKED_FILE).items()}
-        return {}
+            replace_file(self._check_file, str(min_rows))
 
 
 def _has_room(weight_bytes: int) -> bool:
@@ -280,11 +282,6 @@ def drafter_core() -> str | None:
     have no core of their own."""
     given = os.environ.get(DRAFTER_CORE_VARIABLE, "")
     return given if given.isdigit() or given == ANY_CORE else None
-
-
-def _cores_name() -> str:
-    """Returns a name for the threads that forwards use: their number, and +1 if there is a drafters' core."""
-    return f"{num_threads()}" + ("+1" if drafter_core() is not None else "")
 
 
 @cache
