@@ -21,7 +21,7 @@ from outrider.engine.prompt_cache import SavedPrefix
 from outrider.engine.ranks import MirroredKVCache, RankFollower, Ranks
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.errors import ModelError, OutriderError
-from outrider.protocol.messages import Message, TextForward
+from outrider.protocol.messages import Message
 
 
 class FakeCollective:
@@ -60,10 +60,7 @@ class TwoRanks:
             self.texts.forward(feeds)
         finally:
             for message in self._sent:
-                if isinstance(message, TextForward):
-                    self.follower.forward(message)
-                else:
-                    self.follower.change(message)  # type: ignore[arg-type]
+                self.follower.apply(message)  # type: ignore[arg-type]
             self._sent.clear()
 
     def adopt(self, text: Any, saved: SavedPrefix) -> None:
