@@ -94,6 +94,8 @@ class FlatSequence:
 
     def mark_at(self, length: int) -> SavedPrefix:
         """Returns the mark at `length` tokens, or the last one before. Raises RollbackError as `roll_back` does."""
+        if self.exact:
+            return SavedPrefix(length, ())
         if self.length <= length:
             self.mark()
         marks = [mark for mark in self._marks if mark.length <= length]
@@ -189,10 +191,14 @@ class FlatRows:
                 cache.clear()
 
     def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
-        return SavedPrefix(length, self.segment(sequence, 0, length))
+        mark = sequence.mark_at(length)
+        mx.eval(mark.states)
+        return SavedPrefix(mark.length, self.segment(sequence, 0, mark.length), mark.states)
 
     def adopt(self, sequence: FlatSequence, start: SavedPrefix) -> None:
         layers = tuple((k[..., : start.length, :], v[..., : start.length, :]) for k, v in start.layers)
+        if not sequence.exact:
+            sequence.restore(start.states)
         self.extend(sequence, layers, start.length)
 
     def extend(self, sequence: FlatSequence, layers: LayerKVs, count: int) -> None:

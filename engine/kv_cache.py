@@ -6,7 +6,7 @@ Knows tokens, logits and arrays; knows nothing of messages, text or drafters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -206,19 +206,6 @@ class SeparateKVCache(ModelRows):
         flat, made = iter(self._layers), make_prompt_cache(self.model)
         own = [replace_caches(cache, lambda leaf: next(flat) if self._is_flat(leaf) else leaf) for cache in made]
         return FlatSequence(row, self, self._layers, own)
-
-    def save(self, sequence: Any, length: int) -> SavedPrefix:
-        if sequence.exact:
-            return super().save(sequence, length)
-        mark = sequence.mark_at(length)
-        mx.eval(mark.states)
-        return replace(super().save(sequence, mark.length), states=mark.states)
-
-    def adopt(self, sequence: Any, start: SavedPrefix) -> None:
-        super().adopt(sequence, start)
-        if start.states:
-            sequence.restore(start.states)
-            mx.eval(self.state())
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         parts = []
