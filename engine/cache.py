@@ -22,10 +22,15 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Ints, LayerKVs, RollbackError, patch_attention
+from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Ints, LayerKVs, patch_attention
 from outrider.engine.prompt_cache import SavedPrefix
+from outrider.protocol.errors import OutriderError
 
 _MAX_MARKS = 3
+
+
+class RollbackError(OutriderError):
+    """The model's state can't be rolled back to this length."""
 
 
 def is_attention(cache: Any) -> bool:

@@ -25,7 +25,6 @@ from mlx_lm.models.cache import create_attention_mask
 
 from outrider.engine.hidden_states import add_mixin
 from outrider.engine.memory import release_pages
-from outrider.protocol.errors import OutriderError
 from outrider.protocol.trees import node_depths
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -35,10 +34,6 @@ _STEP_COLUMNS = 256  # a buffer has a multiple of this many columns
 _PATCHED_FUNCTION = "scaled_dot_product_attention"
 
 LayerKVs = tuple[tuple[mx.array, mx.array], ...]
-
-
-class RollbackError(OutriderError):
-    """The model's state can't be rolled back to this length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,15 +337,11 @@ class FlatCache:
         """Returns copies of a row's columns [start, length): [1, H, length - start, D] each.
 
         Lazy; once evaluated they don't keep the buffers.
-
-        Raises:
-            RollbackError: nothing has been fed yet.
         """
-        if self.keys is None or self.values is None:
-            raise RollbackError("nothing has been fed yet, so there is nothing to copy")
         # Joined from two parts: `contiguous` may return the buffer itself, which ONNX Runtime writes in place.
-        parts: list[Any] = [mx.split(b[row : row + 1, :, start:length], [1], axis=2) for b in (self.keys, self.values)]
-        return mx.concatenate(parts[0], axis=2), mx.concatenate(parts[1], axis=2)
+        parts: Any = (mx.split(buffer[row : row + 1, :, start:length], [1], axis=2) for buffer in self.state)
+        keys, values = (mx.concatenate(pair, axis=2) for pair in parts)
+        return keys, values
 
     def clear(self) -> None:
         """Frees the buffers."""

@@ -14,7 +14,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache
 from mlx_lm.models.cache import KVCache as MlxKVCache
 from mlx_lm.sample_utils import make_logits_processors
 
-from outrider.engine.flat import RollbackError, Segment
+from outrider.engine.cache import RollbackError
+from outrider.engine.flat import Segment
 from outrider.engine.kv_cache import CacheSlot, Feed, SeparateKVCache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import SamplingMetadata, apply_penalties
