@@ -41,10 +41,10 @@ class ResidualSampler(Sampler):
 
     def log_p(self, logits: mx.array, histories: Sequence[History] | None = None) -> Floats:
         """Returns the target's own log-probabilities, warped and normalised, [R, V]. Waits."""
-        warped = self.filtered(self.penalise(logits, histories))
-        if mx.default_device().type == mx.cpu:  # numpy is ten times faster there
-            return _log_softmax(np.array(warped, copy=False))
-        return np.array(warped - mx.logsumexp(warped, axis=-1, keepdims=True), copy=False)
+        warped = np.array(self.filtered(self.penalise(logits, histories)), copy=False)
+        below = warped - warped.max(axis=-1, keepdims=True)
+        normalised: Floats = below - np.log(np.exp(below).sum(axis=-1, keepdims=True))
+        return normalised
 
     def accepted(self, log_p: Floats, positions: Sequence[int], chain: Sequence[int], q: SparseQ) -> int:
         """Returns how many tokens of `chain`, drawn from `q`, are accepted: each with probability min(1, p/q), until
@@ -84,12 +84,6 @@ def residual(log_p: Floats, q: SparseQ) -> Floats:
     rest = log_p.copy()
     rest[ids] = np.log(left, out=np.full_like(left, -np.inf), where=left > 0)
     return rest if rest.max() > -np.inf else log_p
-
-
-def _log_softmax(scores: Floats) -> Floats:
-    below = scores - scores.max(axis=-1, keepdims=True)
-    normalised: Floats = below - np.log(np.exp(below).sum(axis=-1, keepdims=True))
-    return normalised
 
 
 def make_target_sampler(params: SamplingParams, vocab_size: int, constraint: Constraint | None = None) -> Sampler:
