@@ -71,22 +71,22 @@ class Step:
         ]
 
     def top_scores(self, count: int) -> tuple[mx.array, mx.array]:
-        """Returns tokens and scores of each row's `count` best, [R, count] in any order; lazy on a GPU."""
+        """Returns tokens and scores of each row's `count` best, [R, count] in any order. Lazy on a GPU."""
         count = min(count, self._scores.shape[1])
-        if self._top_scores is not None and self._top_scores[0].shape[1] == count:
-            return self._top_scores
-        if self._by_numpy:
-            tokens, values = zip(*self._host_top(range(self._scores.shape[0]), count), strict=True)
-            self._top_scores = mx.array(tokens, mx.int32), mx.array(values, mx.float32)
-        else:
-            best = mx.argpartition(-self._scores, kth=count - 1, axis=-1)[:, :count]
-            scores = mx.take_along_axis(self._scores, best, axis=-1).astype(mx.float32)
-            self._top_scores = best.astype(mx.int32), scores
+        if self._top_scores is None or self._top_scores[0].shape[1] != count:
+            scores = self._finished_scores
+            best = mx.argpartition(-scores, kth=count - 1, axis=-1)[:, :count]
+            values = mx.take_along_axis(scores, best, axis=-1).astype(mx.float32)
+            self._top_scores = best.astype(mx.int32), values
         return self._top_scores
 
     def row(self, row: int) -> mx.array:
         """Returns one row's scores, [V]."""
-        return self._scores[row] if self._finish is None else mx.array(self._host_scores()[row])
+        return self._finished_scores[row]
+
+    @property
+    def _finished_scores(self) -> mx.array:
+        return self._scores if self._finish is None else mx.array(self._host_scores())
 
     def _choose(self, xp: Any, scores: Any) -> Any:
         """Returns each row's best token, int [R]. `xp`: numpy or mlx.core."""
