@@ -30,9 +30,9 @@ from outrider.engine.kv_rows import NewRows
 from outrider.engine.prompt_cache import SavedPrefix
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import CandidateStep, Step, make_step
-from outrider.engine.tree import NO_PARENT, Tree, TreeInput, TreeLayout
+from outrider.engine.tree import Tree, TreeInput, TreeLayout
 from outrider.protocol.errors import ModelFault
-from outrider.protocol.trees import TreeFeed
+from outrider.protocol.trees import ROOT, TreeFeed
 
 
 class HeadTree(Tree):
@@ -69,7 +69,7 @@ class HeadTree(Tree):
     def read_in_steps(self, tokens: Sequence[int], depth: int = 1) -> Steps[int]:
         """The generator form of `read`: yields the root's feed, is sent the root's node, and returns it."""
         self.append(tokens[:-1])
-        (root,) = yield self, TreeFeed([NO_PARENT], tokens[-1:], [depth])
+        (root,) = yield self, TreeFeed([ROOT], tokens[-1:], [depth])
         self._commit_node(root)
         return root
 
