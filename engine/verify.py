@@ -20,7 +20,7 @@ import numpy as np
 from outrider.engine.hidden_states import HiddenStatesCallback
 from outrider.engine.kv_cache import CacheSlot, Feed, KVCache
 from outrider.engine.residual import ResidualSampler
-from outrider.engine.sampling import History, Sampler, SamplingMetadata, apply_penalties, compute_scores
+from outrider.engine.sampling import History, Sampler, SamplingMetadata, apply_penalties, best_tokens, compute_scores
 from outrider.protocol.errors import InvalidRequest, ModelFault, OutriderError
 from outrider.protocol.schema import IMPOSSIBLE_LOGPROB, Logprobs
 from outrider.protocol.trees import SparseQ, accepted_path, chain_parents, node_depths, one_hot, token_paths, tree_fault
@@ -79,28 +79,20 @@ class PrefillChunk:
 
 
 class RowLogprobs:
-    """Log-probabilities of rows on the device: the whole distribution and the likeliest tokens. Lazy."""
+    """Log-probabilities of rows, [R, V]. Lazy."""
 
     def __init__(self, logits: mx.array, count: int) -> None:
         """`logits` [R, V] after penalties, bias and grammar; `count`: the number of likeliest tokens."""
         logits = logits.astype(mx.float32)
-        self._all = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        width = logits.shape[1]
-        self._top = mx.argpartition(-self._all, kth=min(count, width - 1), axis=-1)[:, :count] if count else None
-
-    @property
-    def pending(self) -> list[mx.array]:
-        """The arrays to evaluate before `of`, so that it does not wait."""
-        return [self._all] if self._top is None else [self._all, self._top]
+        self.pending, self._count = logits - mx.logsumexp(logits, axis=-1, keepdims=True), count
 
     def of(self, tokens: Sequence[int], rows: Sequence[int]) -> Logprobs:
-        """Returns the log-probabilities of these rows' tokens and of the likeliest tokens. Waits."""
-        every = np.array(self._all, copy=False)[rows]
+        """Returns the log-probabilities of these rows' tokens and of the likeliest tokens. Waits for `pending`."""
+        every = np.array(self.pending, copy=False)[rows]
         ids = np.asarray(tokens, np.int32)[:, None]
-        if self._top is not None:
-            top = np.array(self._top)[rows].astype(np.int32)
-            order = np.argsort(-np.take_along_axis(every, top, 1), axis=1, kind="stable")
-            ids = np.concatenate([ids, np.take_along_axis(top, order, 1)], axis=1)
+        if self._count:
+            likeliest = np.stack([best_tokens(row, self._count) for row in every])
+            ids = np.concatenate([ids, likeliest.astype(np.int32)], axis=1)
         return Logprobs(ids, np.maximum(np.take_along_axis(every, ids, 1), np.float32(IMPOSSIBLE_LOGPROB)))
 
 
@@ -180,8 +172,7 @@ class BatchForward:
             first = end
 
     def _pending_logprobs(self) -> list[mx.array]:
-        every = [*self._logprobs.values(), *(rows for _, _, rows in self._prompt_logprobs)]
-        return [array for rows in every for array in rows.pending]
+        return [rows.pending for rows in (*self._logprobs.values(), *(own for _, _, own in self._prompt_logprobs))]
 
     def _choose_tokens(self, after: BatchForward | None) -> mx.array:
         groups: dict[object, list[int]] = {}
