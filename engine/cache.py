@@ -13,14 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    ConcatenateKVCache,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Ints, LayerKVs, patch_attention
 from outrider.engine.prompt_cache import SavedPrefix
