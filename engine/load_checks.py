@@ -199,25 +199,23 @@ def tree_logits_match(model: LoadedModel, form: TreeForm, prompt: int = _TREE_PR
         tree.read_all(text)
     drafted = iter(_make_tokens(model, 4 * _TREE_BRANCHES * _TREE_DEPTH, 2))
     for together in (False, True):
-        branches = [[[tree.root]] * (_TREE_BRANCHES - number) for number, tree in enumerate(trees)]
-        fed: list[dict[int, int]] = [{} for _ in trees]  # by tree and node
+        branches = [[[(tree.root, 0)]] * (_TREE_BRANCHES - number) for number, tree in enumerate(trees)]
         for _ in range(_TREE_DEPTH):
-            feeds = [TreeFeed([path[-1] for path in of], list(islice(drafted, len(of)))) for of in branches]
+            feeds = [TreeFeed([path[-1][0] for path in own], list(islice(drafted, len(own)))) for own in branches]
             if together:
-                tips = Tree.feed_together(trees, feeds)
+                fed = Tree.feed_together(trees, feeds)
             else:
-                tips = [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(trees, feeds, strict=True)]
-            for tokens, feed, nodes in zip(fed, feeds, tips, strict=True):
-                tokens.update(zip(nodes, cast(list[int], feed.tokens), strict=True))
-            grown = zip(branches, tips, strict=True)
-            branches = [[[*path, node] for path, node in zip(of, nodes, strict=True)] for of, nodes in grown]
-        for number, (tree, of, tokens) in enumerate(zip(trees, branches, fed, strict=True)):
-            ends = [[*texts[number], *(tokens[node] for node in path[1:])] for path in of]
-            for path, text in zip(of, ends, strict=True):
-                scores = mx.stack([tree.scores(node) for node in path])
-                agrees = agrees and logits_match(model, text, scores)
-            texts[number] = ends[1]
-            tree.commit(of[1][1:])
+                fed = [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(trees, feeds, strict=True)]
+            for own, nodes, feed in zip(branches, fed, feeds, strict=True):
+                pairs = zip(nodes, cast(list[int], feed.tokens), strict=True)
+                own[:] = [[*path, pair] for path, pair in zip(own, pairs, strict=True)]
+        for tree, text, own in zip(trees, texts, branches, strict=True):
+            paths = [([node for node, _ in path], [token for _, token in path[1:]]) for path in own]
+            for nodes, tokens in paths:
+                scores = mx.stack([tree.scores(node) for node in nodes])
+                agrees = agrees and logits_match(model, [*text, *tokens], scores)
+            tree.commit(paths[1][0][1:])
+            text += paths[1][1]
     for tree in trees:
         tree.close()
     return agrees
