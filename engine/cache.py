@@ -132,18 +132,17 @@ class FlatRows:
     together = True
     _cache_type = FlatCache
 
-    def __init__(self, model: nn.Module, keeps_buffers: bool = False, own_caches: bool = False) -> None:
-        """`keeps_buffers`: keep the buffers after the last text, for the next one. `own_caches`: use no buffers."""
+    def __init__(self, model: nn.Module, is_lazy: bool = True, own_caches: bool = False) -> None:
+        """`own_caches`: use no buffers."""
         if self.together:
             patch_attention(model)
-        self._keeps_buffers, self._own_caches = keeps_buffers, own_caches
+        self.is_lazy, self._own_caches = is_lazy, own_caches
         self._frame = FlatAttentionMetadata()
         self._caches = [replace_caches(cache, self._replacement_for) for cache in make_prompt_cache(model)]
         leaves = [leaf for cache in self._caches for leaf in flatten_caches(cache)]
         self._layers: list[FlatCache] = [leaf for leaf in leaves if isinstance(leaf, FlatCache)]
         self._sequences: list[FlatSequence] = []
         self._dropped: deque[FlatSequence] = deque()
-        self.is_lazy = True
 
     def _replacement_for(self, cache: Any) -> Any:
         """Returns a `FlatCache` for one of the model's own caches, or that cache."""
@@ -166,8 +165,8 @@ class FlatRows:
         self._dropped.append(sequence)
 
     def close(self, sequence: FlatSequence) -> None:
-        """Frees a text's row and moves the last row there. After the last text also frees the buffers, unless they
-        are to be kept."""
+        """Frees a text's row and moves the last row there. After the last text also frees the buffers, except those of
+        ONNX Runtime: its bindings belong to them, so new ones would slow rounds down."""
         if sequence.row < 0:
             return
         last = self._sequences.pop()
@@ -180,13 +179,11 @@ class FlatRows:
         sequence.row = -1
         longest = max((other.length for other in self._sequences), default=0)
         for cache in self._layers:
-            if self._sequences:
-                cache.release(len(self._sequences))
-                cache.shorten(longest)
-            elif self._keeps_buffers:
-                cache.release(0)
-            else:
+            if self.is_lazy and not self._sequences:
                 cache.clear()
+                continue
+            cache.release(len(self._sequences))
+            cache.shorten(longest)
 
     def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
         mark = sequence.mark_at(length)

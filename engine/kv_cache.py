@@ -100,12 +100,10 @@ class KVCache(Protocol):
 class ModelRows(FlatRows):
     """The rows of a model's texts, or of its trees, and forwards over them. `is_lazy`: see `KVCache`."""
 
-    def __init__(
-        self, model: nn.Module, cpu: OrtForward | None = None, keeps_buffers: bool = False, own_caches: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, cpu: OrtForward | None = None, own_caches: bool = False) -> None:
         """`cpu`: computes the forwards instead of MLX. For the others see `FlatRows`."""
-        super().__init__(model, keeps_buffers, own_caches)
-        self.model, self.cpu, self.is_lazy = model, cpu, cpu is None
+        super().__init__(model, cpu is None, own_caches)
+        self.model, self.cpu = model, cpu
         self._lm_head_indices = LogitsIndices()
         self._hidden_states: HiddenStates | None = None
 

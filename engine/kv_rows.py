@@ -123,8 +123,7 @@ pieces: none if the model is faster. Raises ReadingFault if it fails."""
 @cache
 def _shared_rows(model: LoadedModel) -> ModelRows:
     """Returns the rows that all trees of this model share."""
-    # ONNX Runtime's bindings belong to the buffers, so new buffers for each text would slow rounds down.
-    return ModelRows(model.model, model.cpu, keeps_buffers=model.cpu is not None)
+    return ModelRows(model.model, model.cpu)
 
 
 class DenseKVRows(KVRows):

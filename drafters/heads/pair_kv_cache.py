@@ -34,8 +34,7 @@ class PairKVCache(FlatRows):
     """
 
     def __init__(self, head: PairHead, cpu: OrtForward | None = None) -> None:
-        # ONNX Runtime's bindings belong to the buffers, so new ones for each text would make rounds slower.
-        super().__init__(head, keeps_buffers=cpu is not None)
+        super().__init__(head, is_lazy=cpu is None)
         self.head, self.cpu, self.dtype = head, cpu, head.dtype
 
     def feed(
