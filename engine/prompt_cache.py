@@ -178,9 +178,8 @@ class PromptCache:
 def common_prefix_length(left: Ints, right: Ints) -> int:
     """Returns the length of the common prefix of two texts."""
     count = min(len(left), len(right))
-    differ = left[:count] != right[:count]
-    first = int(differ.argmax()) if count else 0
-    return first if count and differ[first] else count
+    differ = np.flatnonzero(left[:count] != right[:count])
+    return int(differ[0]) if len(differ) else count
 
 
 def _sum_nbytes(arrays: Any) -> int:

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
@@ -93,11 +92,9 @@ def _open_embedding_file(folder: Path | None, layer: nn.Module, size: int) -> Fi
     if folder is None:
         return None
     path = folder / _EMBEDDING_FILE
-    with suppress(OSError):
-        if path.stat().st_size == size:
-            return FileIO(path)
     try:
-        replace_file(path, _to_embedding_rows(layer).tobytes())
+        if not path.exists() or path.stat().st_size != size:
+            replace_file(path, _to_embedding_rows(layer).tobytes())
         return FileIO(path)
     except OSError as error:
         log.info("the model's embedding is not kept on disk: %s", first_line(error))
