@@ -20,7 +20,7 @@ import numpy as np
 from outrider.engine.flat import FlatCache, Segment
 from outrider.engine.memory import release_memory
 from outrider.engine.ort.layers import Array, DecoderLayers, Ints, Layout, dequantise, levels, rope_angles, to_numpy
-from outrider.engine.ort.sessions import CachedGraph, CoreChoice, Sessions, arena_shrink_options, kernel_name
+from outrider.engine.ort.sessions import SHRINKING_RUN, CachedGraph, CoreChoice, Sessions, kernel_name
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import ModelError, first_line
 
@@ -211,7 +211,7 @@ class OrtForward:
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         is_large = is_long and len(tokens) >= _MIN_PIECE_TOKENS
         begun = time.perf_counter()
-        session.run_with_iobinding(binding, arena_shrink_options() if is_large else None)
+        session.run_with_iobinding(binding, SHRINKING_RUN if is_large else None)
         if wide is not None and not is_long:
             self._core_choice.record(len(tokens), session is wide, 1000 * (time.perf_counter() - begun))
         if is_large or are_new:  # buffers that have grown leave the memory of smaller ones

@@ -42,6 +42,9 @@ not so long that threads keep each other from the cores on a busy machine."""
 _TRIAL_PERIOD, _TRIAL_FORWARDS, _NEW_SHARE = 128, 3, 0.3
 _GRAPH_FILE, _WEIGHTS_FILE = "graph.onnx", "weights.bin"
 _CPU_FLAGS = ("amx_int8", "avx512_vnni", "avx512f", "avx_vnni", "avx2")
+SHRINKING_RUN = ort.RunOptions()
+"""The options of a run after which the session's arena frees the memory that is not in use."""
+SHRINKING_RUN.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 _SAVE_OPTIONS = {
     "session.save_external_prepacked_constant_initializers": "1",
     "session.optimized_model_external_initializers_file_name": _WEIGHTS_FILE,
@@ -261,14 +264,6 @@ def _create_session(source: bytes | str, options: Any, weights: dict[str, Any] |
         return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its bindings raise classes without a common base
         raise ModelError(f"ONNX Runtime refuses this model's graph: {first_line(error)}") from error
-
-
-@cache
-def arena_shrink_options() -> Any:
-    """Returns the options of a run after which the session's arena frees the memory that is not in use."""
-    options = ort.RunOptions()
-    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-    return options
 
 
 def num_threads() -> int:
