@@ -123,15 +123,13 @@ def test_rows_become_shorter_when_the_longest_text_ends(loaded: Callable[..., Lo
     assert np.allclose(np.array(kv_cache.forward([Feed(short, [8], 1)])), np.array(expected), atol=1e-4)
 
 
-def test_memory_is_given_back_when_idle_or_after_many_texts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_given_back_after_many_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     released_at: list[int] = []
-    monkeypatch.setattr(memory, "release_memory", lambda: released_at.append(number))
     peak = PeakMemory()
-    for number in range(200):
-        peak.count_ended_text(idle=number % 100 == 99)
-    assert released_at == [63, 99, 163, 199]
+    monkeypatch.setattr(memory, "release_memory", lambda: released_at.append(peak._ended_texts))
+    for _ in range(70):
+        peak.count_ended_text()
+    assert released_at == [32, 64]
 
 
 @pytest.mark.skipif(memory.mx.default_device().type != memory.mx.cpu, reason="on a GPU, MLX counts it")
