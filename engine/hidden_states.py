@@ -109,16 +109,12 @@ class HiddenStatePoints:
         return (*self.layers, *[BEFORE_NORM] * self.before_norm, *[AFTER_NORM] * self.after_norm)
 
 
-def _unchanged(rows: mx.array) -> mx.array:
-    return rows
-
-
 @dataclass(frozen=True, slots=True)
 class HiddenStateReader:
-    """Reads the rows of its `points`; `fuse` converts them [N, points * D] to the rows that it uses, [N, W]."""
+    """Reads the rows of its `points`; `fuse`, if any, converts them [N, points * D] to those that it uses, [N, W]."""
 
     points: HiddenStatePoints
-    fuse: Callable[[mx.array], mx.array] = _unchanged
+    fuse: Callable[[mx.array], mx.array] | None = None
 
 
 class HiddenStates:
@@ -155,7 +151,8 @@ class HiddenStates:
             has_callback = np.repeat([callback is not None for _, callback in parts], [count for count, _ in parts])
             taken = mx.array(np.flatnonzero(has_callback).astype(np.int32))
             flat = [mx.take(rows, taken, axis=0) for rows in flat]
-        hidden, begin = [reader.fuse(rows) for reader, rows in zip(self._readers, flat, strict=True)], 0
+        own = zip(self._readers, flat, strict=True)
+        hidden, begin = [rows if reader.fuse is None else reader.fuse(rows) for reader, rows in own], 0
         for count, callback in parts:
             if callback is not None:
                 callback(*(rows[begin : begin + count] for rows in hidden))
