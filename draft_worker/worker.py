@@ -273,4 +273,4 @@ class DraftWorker(WorkerLoop[DraftRequest]):
     def _release(self, running: DraftRequest, discard: bool) -> None:
         running.work.tree.close(discard)
         if self._memory is not None:
-            self._memory.count_ended_text(idle=not self._running)
+            self._memory.count_ended_text()

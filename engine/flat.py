@@ -2,7 +2,8 @@
 
 Dense layers see the tokens of all texts as one row, so nothing is padded there and weights are read once. Each
 attention layer has one buffer with a row for each text. mlx-lm models run unmodified: their cache objects (`FlatCache`)
-supply positions and masks, and the attention function of their modules asks the cache (`patch_attention`).
+supply positions and masks, the attention function of their modules asks the cache (`patch_attention`), and their ropes
+take a position for each token (`patch_ropes`).
 
 The texts of a target and of a head have this form, and so do a drafter's token trees. Knows rows, columns and lengths;
 knows nothing of tokens' meaning or of requests.
@@ -12,28 +13,24 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
+from mlx_lm.models.cache import create_attention_mask
 
-from outrider.engine.cache import RollbackError, flatten_caches, is_attention, replace_caches, window_of
+from outrider.engine.hidden_states import add_mixin
 from outrider.engine.memory import release_pages
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.trees import node_depths
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 _STEP_COLUMNS = 256  # a buffer has a multiple of this many columns
-_MAX_EARLY_COLUMNS = 128  # layers grow their buffers up to this many columns early, each by a different number
 _PATCHED_FUNCTION = "scaled_dot_product_attention"
 
 LayerKVs = tuple[tuple[mx.array, mx.array], ...]
@@ -208,13 +205,9 @@ class FlatAttentionMetadata:
 _view_numbers = itertools.count(1)
 
 
-def ensure_capacity(buffer: mx.array | None, rows: int, columns: int, like: mx.array, early: int = 0) -> mx.array:
-    """Returns `buffer`, or a copy of it, larger than is needed now, if it has too few rows or columns.
-
-    It is copied `early` columns before it must be; with a different `early` for each layer no forward copies all.
-    """
+def ensure_capacity(buffer: mx.array | None, rows: int, columns: int, like: mx.array) -> mx.array:
+    """Returns `buffer`, or a copy of it, larger than is needed now, if it has too few rows or columns."""
     had_rows, had_columns = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
-    columns += early if buffer is not None else 0
     if rows <= had_rows and columns <= had_columns and buffer is not None:
         return buffer
     rows = had_rows if rows <= had_rows else max(rows, had_rows + had_rows // 2)
@@ -228,11 +221,11 @@ def ensure_capacity(buffer: mx.array | None, rows: int, columns: int, like: mx.a
 class FlatCache:
     """One attention layer's buffers [rows, H, columns, D], written in place, which grow; replaces a `KVCache`."""
 
-    def __init__(self, frame: FlatAttentionMetadata, window: int | None = None, early: int = 0) -> None:
-        """`window`: the columns that the layer sees if it passes no window. `early`: see `ensure_capacity`."""
+    def __init__(self, frame: FlatAttentionMetadata, window: int | None = None) -> None:
+        """`window`: the columns that the layer sees if it passes no window."""
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
-        self._frame, self._window, self._early = frame, window, early
+        self._frame, self._window = frame, window
         self._host: tuple[Floats, Floats] | None = None  # numpy views; dropped when MLX writes, or it would copy
         self.views = 0  # identifies the latest views
 
@@ -291,7 +284,7 @@ class FlatCache:
     def on_host(self, rows: int, columns: int, like: mx.array) -> tuple[Floats, Floats]:
         """Returns writable numpy views of the buffers, grown to this size if needed. `like`: keys of one column."""
         host = self._host
-        if host is None or rows > host[0].shape[0] or columns + self._early > host[0].shape[2]:
+        if host is None or rows > host[0].shape[0] or columns > host[0].shape[2]:
             self._host = host = None
             keys, values = self._reserve(rows, columns, like, like)
             mx.eval(keys, values)
@@ -303,8 +296,8 @@ class FlatCache:
 
     def _reserve(self, rows: int, columns: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Returns the buffers, grown to this size if needed, for such keys and values."""
-        self.keys = ensure_capacity(self.keys, rows, columns, keys, self._early)
-        self.values = ensure_capacity(self.values, rows, columns, values, self._early)
+        self.keys = ensure_capacity(self.keys, rows, columns, keys)
+        self.values = ensure_capacity(self.values, rows, columns, values)
         return self.keys, self.values
 
     def move(self, source: int, target: int, columns: int) -> None:
@@ -344,15 +337,11 @@ class FlatCache:
         """Returns copies of a row's columns [start, length): [1, H, length - start, D] each.
 
         Lazy; once evaluated they don't keep the buffers.
-
-        Raises:
-            RollbackError: nothing has been fed yet.
         """
-        if self.keys is None or self.values is None:
-            raise RollbackError("nothing has been fed yet, so there is nothing to copy")
         # Joined from two parts: `contiguous` may return the buffer itself, which ONNX Runtime writes in place.
-        parts: list[Any] = [mx.split(b[row : row + 1, :, start:length], [1], axis=2) for b in (self.keys, self.values)]
-        return mx.concatenate(parts[0], axis=2), mx.concatenate(parts[1], axis=2)
+        parts: Any = (mx.split(buffer[row : row + 1, :, start:length], [1], axis=2) for buffer in self.state)
+        keys, values = (mx.concatenate(pair, axis=2) for pair in parts)
+        return keys, values
 
     def clear(self) -> None:
         """Frees the buffers."""
@@ -385,128 +374,22 @@ def attention(
     return output
 
 
-class FlatSequence:
-    """A text, with a row of `rows`. `length`: the tokens fed so far; `leaves`: caches without such a row.
+class TokenRope:
+    """A rope that also takes one offset per token if there is one row. Used by `add_mixin`."""
 
-    `exact`: it can be rolled back to every length, not only to marks.
-    """
-
-    def __init__(self, row: int, rows: FlatRows, layers: Sequence[FlatCache], leaves: Sequence[Any] = ()) -> None:
-        self.row, self.length, self.rows, self._layers, self.leaves = row, 0, rows, layers, leaves
-        self.exact = not leaves
-
-    @property
-    def has_free_marks(self) -> bool:
-        """True if a mark costs nothing, so that a step which may have to be rolled back is worth starting.
-
-        False if forwards are computed immediately, as by ONNX Runtime.
-        """
-        return self.rows.is_lazy
-
-    def mark(self) -> None:
-        """Does nothing: every length can be rolled back to."""
-
-    def roll_back(self, length: int) -> None:
-        """Rolls back to `length`; the next forward overwrites the later columns."""
-        self.length = min(length, self.length)
-
-    def keep(self, length: int, columns: Sequence[int] | Ints) -> None:
-        """Keeps only these columns (ascending) after the first `length` tokens."""
-        kept = np.asarray(columns, np.int32)
-        moved = np.flatnonzero(kept != np.arange(length, length + len(kept)))
-        for cache in self._layers if len(moved) else ():
-            cache.gather(self.row, length + int(moved[0]), kept[moved[0] :])
-        self.length = length + len(kept)
+    def __call__(self, x: mx.array, offset: int | mx.array = 0, **others: Any) -> Any:
+        """Applies the rope. `others`: arguments that mlx-lm's ropes don't have; such a call goes to the rope itself."""
+        own = super().__call__  # type: ignore[misc]
+        per_token = isinstance(offset, mx.array) and x.shape[0] == 1 and offset.shape == (x.shape[-2],)
+        if others or not per_token:
+            return own(x, offset=offset, **others)
+        return own(x.swapaxes(0, 2), offset=offset).swapaxes(0, 2)
 
 
-class FlatRows:
-    """One buffer for each layer of `model`, for all texts. Rows in use come first, so a forward sees a block of rows.
-
-    `is_lazy`: forwards are computed when they are read. `together`: a forward may feed several texts.
-    """
-
-    together = True
-    _cache_type = FlatCache
-
-    def __init__(self, model: nn.Module, keeps_buffers: bool = False, own_caches: bool = False) -> None:
-        """`keeps_buffers`: keep the buffers after the last text, for the next one. `own_caches`: use no buffers."""
-        if self.together:
-            patch_attention(model)
-        self._keeps_buffers, self._own_caches = keeps_buffers, own_caches
-        self._frame = FlatAttentionMetadata()
-        made = make_prompt_cache(model)
-        self._caches = [
-            replace_caches(cache, partial(self._replacement_for, _MAX_EARLY_COLUMNS * number // len(made)))
-            for number, cache in enumerate(made)
-        ]
-        leaves = [leaf for cache in self._caches for leaf in flatten_caches(cache)]
-        self._layers: list[FlatCache] = [leaf for leaf in leaves if isinstance(leaf, FlatCache)]
-        self._sequences: list[FlatSequence] = []
-        self._dropped: deque[FlatSequence] = deque()
-        self.is_lazy = True
-
-    def _replacement_for(self, early: int, cache: Any) -> Any:
-        """Returns a `FlatCache` for one of the model's own caches, or that cache; `early`: see `ensure_capacity`."""
-        return self._cache_type(self._frame, window_of(cache), early) if self._is_flat(cache) else cache
-
-    def _is_flat(self, cache: Any) -> bool:
-        return is_attention(cache) and not self._own_caches
-
-    def _sequence(self, row: int) -> FlatSequence:
-        return FlatSequence(row, self, self._layers)
-
-    def open(self) -> FlatSequence:
-        while self._dropped:
-            self.close(self._dropped.popleft())
-        self._sequences.append(self._sequence(len(self._sequences)))
-        return self._sequences[-1]
-
-    def drop(self, sequence: FlatSequence) -> None:
-        """Closes a text, if it is open, at the next `open`; for finalizers, which run at any moment."""
-        self._dropped.append(sequence)
-
-    def close(self, sequence: FlatSequence) -> None:
-        """Frees a text's row and moves the last row there. After the last text also frees the buffers, unless they
-        are to be kept."""
-        if sequence.row < 0:
-            return
-        last = self._sequences.pop()
-        if last is not sequence:
-            for cache in self._layers:
-                cache.move(last.row, sequence.row, last.length)
-                cache.release(sequence.row, last.length)
-            last.row = sequence.row
-            self._sequences[sequence.row] = last
-        sequence.row = -1
-        longest = max((other.length for other in self._sequences), default=0)
-        for cache in self._layers:
-            if self._sequences:
-                cache.release(len(self._sequences))
-                cache.shorten(longest)
-            elif self._keeps_buffers:
-                cache.release(0)
-            else:
-                cache.clear()
-
-    def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
-        return SavedPrefix(length, self.segment(sequence, 0, length))
-
-    def adopt(self, sequence: FlatSequence, start: CachedPrefix) -> None:
-        layers = tuple((k[..., : start.length, :], v[..., : start.length, :]) for k, v in start.saved.layers)
-        self.extend(sequence, layers, start.length)
-
-    def extend(self, sequence: FlatSequence, layers: LayerKVs, count: int) -> None:
-        """Appends keys and values of `count` tokens to a text: [1, H, count, D] of each layer."""
-        for cache, (keys, values) in zip(self._layers, layers, strict=True):
-            cache.adopt(sequence.row, keys, values, sequence.length)
-        sequence.length += count
-        mx.eval(self.state())
-
-    def segment(self, sequence: FlatSequence, start: int, end: int) -> LayerKVs:
-        """Returns copies of a text's keys and values [start, end), as `extend` takes them, evaluated."""
-        layers = tuple(cache.copy_columns(end, sequence.row, start) for cache in self._layers)
-        mx.eval(layers)
-        return layers
-
-    def state(self) -> list[Any]:
-        return [cache.state for cache in self._caches]
+def patch_ropes(model: nn.Module) -> None:
+    """Extends the rope of every attention of `model`, once."""
+    for module in model.modules():
+        for name in ("rope", "rotary_emb"):
+            rope = module.get(name) if isinstance(module, dict) else None
+            if isinstance(rope, nn.Module):
+                add_mixin(rope, TokenRope)

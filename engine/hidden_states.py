@@ -9,22 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from outrider.engine.flat import Floats
 from outrider.protocol.errors import ModelError
 
 ForwardHook = Callable[[Any, Any], None]
 _FINAL_NORM_NAMES = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm", "output_norm")
 _EMBEDDING_NAMES = ("embed_tokens", "wte", "tok_embeddings", "embeddings", "word_embeddings", "embed_in")
 BEFORE_NORM, AFTER_NORM = "before", "after"
-HiddenStatesCallback = Callable[[mx.array], None]
-"""A callback that receives the hidden states of a part's tokens, [N, W], lazy."""
+HiddenStatesCallback = Callable[..., None]
+"""A callback that receives the hidden states of a part's tokens, [N, W] for each reader, lazy."""
 
 _OUTPUT_LAYER_NAMES = ("lm_head", "embed_tokens", "wte", "tok_embeddings")
 
@@ -111,24 +109,31 @@ class HiddenStatePoints:
         return (*self.layers, *[BEFORE_NORM] * self.before_norm, *[AFTER_NORM] * self.after_norm)
 
 
-class HiddenStates:
-    """Records rows of one model during forwards that request them. `fuse` converts recorded rows [N, points * D] to the
-    rows of the readers, [N, W]."""
+@dataclass(frozen=True, slots=True)
+class HiddenStateReader:
+    """Reads the rows of its `points`; `fuse`, if any, converts them [N, points * D] to those that it uses, [N, W]."""
 
-    def __init__(
-        self, model: nn.Module, points: HiddenStatePoints, fuse: Callable[[mx.array], mx.array] | None = None
-    ) -> None:
+    points: HiddenStatePoints
+    fuse: Callable[[mx.array], mx.array] | None = None
+
+
+class HiddenStates:
+    """Records rows of one model during forwards that request them, for these `readers`."""
+
+    def __init__(self, model: nn.Module, *readers: HiddenStateReader) -> None:
         """Raises ModelError if the model lacks a layer or the final norm, or a layer doesn't return a row per token."""
-        self._points, self._fuse = points, fuse
+        self._readers = readers
+        self._keys = {key for reader in readers for key in reader.points.keys}
         self._seen: dict[object, mx.array] | None = None
         backbone, layers = find_backbone(model)
         self._norm: nn.Module | None = None
         self._last = len(layers) - 1
-        for number in points.layers:
+        self._layers = sorted({number for reader in readers for number in reader.points.layers})
+        for number in self._layers:
             if not 0 <= number < len(layers):
                 raise ModelError(f"there is no layer {number}; expected 0 to {len(layers) - 1}")
             register_forward_hook(layers[number], "taps", partial(self._record, number))
-        if points.before_norm or points.after_norm:
+        if self._keys & {BEFORE_NORM, AFTER_NORM}:
             self._norm = find_final_norm(backbone)
             register_forward_hook(self._norm, "taps", self._record_norm)
         self._check_shapes(model)
@@ -141,14 +146,16 @@ class HiddenStates:
             return call()
         with self._open() as seen:
             logits = call()
-        flat = mx.concatenate([seen[key] for key in self._points.keys], axis=-1)[0]
+        flat = [mx.concatenate([seen[key] for key in reader.points.keys], axis=-1)[0] for reader in self._readers]
         if not all(callback for _, callback in parts):
             has_callback = np.repeat([callback is not None for _, callback in parts], [count for count, _ in parts])
-            flat = mx.take(flat, mx.array(np.flatnonzero(has_callback).astype(np.int32)), axis=0)
-        hidden, begin = flat if self._fuse is None else self._fuse(flat), 0
+            taken = mx.array(np.flatnonzero(has_callback).astype(np.int32))
+            flat = [mx.take(rows, taken, axis=0) for rows in flat]
+        own = zip(self._readers, flat, strict=True)
+        hidden, begin = [rows if reader.fuse is None else reader.fuse(rows) for reader, rows in own], 0
         for count, callback in parts:
             if callback is not None:
-                callback(hidden[begin : begin + count])
+                callback(*(rows[begin : begin + count] for rows in hidden))
                 begin += count
         return logits
 
@@ -166,9 +173,9 @@ class HiddenStates:
         """The layers whose outputs a forward outside the model must pass to `record_layer_rows`."""
         if self._seen is None:
             return []
-        return sorted({*self._points.layers, *([] if self._norm is None else [self._last])})
+        return sorted({*self._layers, *([] if self._norm is None else [self._last])})
 
-    def record_layer_rows(self, number: int, rows: Floats) -> None:
+    def record_layer_rows(self, number: int, rows: np.ndarray[Any, Any]) -> None:
         """Records a layer's output [T, D] in a forward outside the model (see `tapped_layers`)."""
         out = mx.array(rows)[None]
         self._record(number, None, out)
@@ -187,8 +194,8 @@ class HiddenStates:
         """Builds a forward without evaluating it and checks the shapes."""
         with self._open() as seen:
             model(mx.array([[0, 0]]))
-        shapes = {key: seen[key].shape if key in seen else None for key in self._points.keys}
-        for key, shape in shapes.items():
+        for key in self._keys:
+            shape = seen[key].shape if key in seen else None
             if shape is None or shape[:-1] != (1, 2):
                 raise ModelError(
                     f"the model's hidden states at {key!r} have the shape {shape}; expected (1, 2, D), a row per token"
@@ -226,46 +233,6 @@ class _StopForward(Exception):  # not an error: ends the forward after the layer
     def __init__(self, rows: mx.array) -> None:
         super().__init__()
         self.rows = rows
-
-
-class HiddenStateReader(Protocol):
-    """Reads the rows of its `points`."""
-
-    points: HiddenStatePoints
-
-    def fuse(self, rows: mx.array, /) -> mx.array:
-        """Converts recorded rows [N, points * D] to the rows that this reader uses, [N, W]."""
-
-
-class HiddenStateReaders:
-    """Several readers of one `HiddenStates`, which uses these `points` and `fuse`; `split` splits rows by reader."""
-
-    def __init__(self, readers: Sequence[HiddenStateReader]) -> None:
-        """Takes at least one reader."""
-        self._readers = tuple(readers)
-        self._ends: list[int] = []
-        self._dtypes: list[mx.Dtype] = []
-        points = [reader.points for reader in readers]
-        self.points = HiddenStatePoints(
-            tuple(sorted({layer for each in points for layer in each.layers})),
-            any(each.before_norm for each in points),
-            any(each.after_norm for each in points),
-        )
-
-    def fuse(self, rows: mx.array) -> mx.array:
-        """Returns the rows of all readers, concatenated."""
-        columns = dict(zip(self.points.keys, mx.split(rows, self.points.count, axis=-1), strict=True))
-        own = [
-            reader.fuse(mx.concatenate([columns[key] for key in reader.points.keys], axis=-1))
-            for reader in self._readers
-        ]
-        self._ends, self._dtypes = list(accumulate(part.shape[-1] for part in own)), [part.dtype for part in own]
-        return own[0] if len(own) == 1 else mx.concatenate(own, axis=-1)
-
-    def split(self, features: mx.array) -> list[mx.array]:
-        """Splits the result of `fuse` into each reader's rows, in order and in its own number format."""
-        parts = mx.split(features, self._ends[:-1], axis=-1)
-        return [part.astype(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)]
 
 
 class LogitsIndices:

@@ -5,25 +5,24 @@ Knows tokens, logits and arrays; knows nothing of messages, text or drafters.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.engine import hidden_states
-from outrider.engine.cache import RollbackError, flatten_caches, replace_caches
-from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, LayerKVs, NodeSegment, Segment
+from outrider.engine.cache import FlatRows, FlatSequence, flatten_caches, replace_caches
+from outrider.engine.flat import LayerKVs, NodeSegment, Segment
 from outrider.engine.hidden_states import FirstLayers, HiddenStates, HiddenStatesCallback, LogitsIndices
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.engine.prompt_cache import SavedPrefix
 from outrider.engine.residual import make_target_sampler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, ProtocolError
@@ -33,11 +32,11 @@ from outrider.protocol.schema import Bytes, Logprobs
 Tokens = Sequence[int] | mx.array
 """Tokens of a text, [N]; an array may still be lazy."""
 
-_MAX_MARKS = 3
 PREFILL_CHUNK_TOKENS = 512  # the most tokens of a prompt in one forward
 
-HiddenStatesListener = Callable[[int, mx.array], None]
-"""A callback that receives the position of the first of some committed tokens, and their hidden states [R, W]."""
+HiddenStatesListener = Callable[..., None]
+"""A callback that receives the position of the first of some committed tokens, and their hidden states [R, W] for each
+reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ class KVCache(Protocol):
             RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
         """
 
-    def adopt(self, text: Any, start: CachedPrefix) -> None:
+    def adopt(self, text: Any, start: SavedPrefix) -> None:
         """Fills an empty text with a saved prefix."""
 
     def tap_hidden_states(self, taps: HiddenStates) -> None:
@@ -101,12 +100,10 @@ class KVCache(Protocol):
 class ModelRows(FlatRows):
     """The rows of a model's texts, or of its trees, and forwards over them. `is_lazy`: see `KVCache`."""
 
-    def __init__(
-        self, model: nn.Module, cpu: OrtForward | None = None, keeps_buffers: bool = False, own_caches: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, cpu: OrtForward | None = None, own_caches: bool = False) -> None:
         """`cpu`: computes the forwards instead of MLX. For the others see `FlatRows`."""
-        super().__init__(model, keeps_buffers, own_caches)
-        self.model, self.cpu, self.is_lazy = model, cpu, cpu is None
+        super().__init__(model, cpu is None, own_caches)
+        self.model, self.cpu = model, cpu
         self._lm_head_indices = LogitsIndices()
         self._hidden_states: HiddenStates | None = None
 
@@ -193,68 +190,6 @@ class FlatKVCache(ModelRows):
         return rows
 
 
-def _copy_state(leaf: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Copies a cache's attributes; those of recurrent layers by reference.
-
-    MLX copies an array when one of two owners writes to it, so a copy costs nothing until then.
-    """
-    return {"cache": list(state["cache"])} if isinstance(leaf, ArraysCache) else copy.deepcopy(state)
-
-
-class SeparateSequence(FlatSequence):
-    """A text of `SeparateKVCache`. Attention layers have rows, which roll back in O(1) by a shorter length.
-
-    State that can't be shortened (a recurrent layer's) is kept by reference at marked lengths and restored; any other
-    cache is copied at the marks. `caches`: those of the model's layers.
-    """
-
-    def __init__(self, row: int, rows: FlatRows, layers: Sequence[FlatCache], caches: Sequence[Any]) -> None:
-        leaves = [leaf for cache in caches for leaf in flatten_caches(cache) if not isinstance(leaf, FlatCache)]
-        super().__init__(row, rows, layers, leaves)
-        self.caches = list(caches)
-        self._marks: list[SavedPrefix] = []  # of the leaves only
-
-    @property
-    def has_free_marks(self) -> bool:
-        """True if a mark costs nothing; otherwise the next forward copies the marked caches."""
-        return all(isinstance(leaf, ArraysCache) for leaf in self.leaves)
-
-    def mark(self) -> None:
-        """Makes the current length one that `roll_back` can return to. The last few marks are kept."""
-        if self.exact:
-            return
-        self._marks.append(SavedPrefix(self.length, (), tuple(_copy_state(leaf, vars(leaf)) for leaf in self.leaves)))
-        del self._marks[: -(_MAX_MARKS if self.has_free_marks else 1)]
-
-    def roll_back(self, length: int) -> None:
-        """Rolls back to `length` tokens, or to the last mark before them; `self.length` is the result.
-
-        Raises:
-            RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
-        """
-        if length > self.length:
-            raise RollbackError(f"can't roll back to {length} tokens: only {self.length} have been fed")
-        if length < self.length and not self.exact:
-            self._marks = [mark for mark in self._marks if mark.length <= length]
-            length = self.mark_at(length).length
-            self.restore(self._marks[-1].states)
-        self.length = length
-
-    def mark_at(self, length: int) -> SavedPrefix:
-        """Returns the mark at `length` tokens, or the last one before. Raises RollbackError as `roll_back` does."""
-        if self.length <= length:
-            self.mark()
-        marks = [mark for mark in self._marks if mark.length <= length]
-        if not marks:
-            raise RollbackError(f"no state was marked at or before {length} tokens")
-        return marks[-1]
-
-    def restore(self, states: tuple[Any, ...]) -> None:
-        """Restores the states of a mark. They are copied, since the same mark may be restored again."""
-        for leaf, state in zip(self.leaves, states, strict=True):
-            vars(leaf).update(_copy_state(leaf, state))
-
-
 class SeparateKVCache(ModelRows):
     """Feeds texts one after another, with caches of their own for state that can't share a row."""
 
@@ -262,29 +197,13 @@ class SeparateKVCache(ModelRows):
     trees = False
 
     def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
-        """`own_caches`: use the model's own caches only (see `protocol.messages.Abilities`)."""
+        """`own_caches`: use the model's own caches only, for a model that can't verify chains with others."""
         super().__init__(model, own_caches=own_caches)
 
-    def open(self) -> SeparateSequence:
-        return cast(SeparateSequence, super().open())
-
-    def _sequence(self, row: int) -> SeparateSequence:
+    def _sequence(self, row: int) -> FlatSequence:
         flat, made = iter(self._layers), make_prompt_cache(self.model)
         own = [replace_caches(cache, lambda leaf: next(flat) if self._is_flat(leaf) else leaf) for cache in made]
-        return SeparateSequence(row, self, self._layers, own)
-
-    def save(self, sequence: Any, length: int) -> SavedPrefix:
-        if sequence.exact:
-            return super().save(sequence, length)
-        mark = sequence.mark_at(length)
-        mx.eval(mark.states)
-        return replace(super().save(sequence, mark.length), states=mark.states)
-
-    def adopt(self, sequence: Any, start: CachedPrefix) -> None:
-        super().adopt(sequence, start)
-        if start.saved.states:
-            sequence.restore(start.saved.states)
-            mx.eval(self.state())
+        return FlatSequence(row, self, self._layers, own)
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
         parts = []
@@ -424,10 +343,10 @@ class CacheSlot:
             mx.eval(self.kv_cache.state())
             mx.clear_cache()
 
-    def begin(self, start: CachedPrefix) -> None:
+    def begin(self, start: SavedPrefix) -> None:
         """Copies a saved prefix instead of reading it, or the part of it that `usable_cached_tokens` allows."""
         if self.usable_cached_tokens is not None:
-            start = replace(start, length=self.usable_cached_tokens(start.length))
+            start = start.cut(self.usable_cached_tokens(start.length))
         self.kv_cache.adopt(self.sequence, start)
 
     def shareable_tokens(self) -> list[int]:

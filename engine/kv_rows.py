@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
 from weakref import finalize
@@ -21,8 +21,8 @@ from mlx_lm.models.cache import ArraysCache
 from outrider.engine.cache import flatten_caches
 from outrider.engine.flat import Bools, FlatCache, Floats, Ints, LayerKVs, NodeSegment, Segment
 from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS, KVLayout, ModelRows
-from outrider.engine.loading import LoadedModel, cache_per_model
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.engine.loading import LoadedModel
+from outrider.engine.prompt_cache import SavedPrefix
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.trees import ROOT, node_depths
 
@@ -104,7 +104,7 @@ class KVRows:
         """Returns a copy of the first `count` columns, evaluated: all of them with `has_extra_state`."""
         return SavedPrefix(0, ())
 
-    def restore(self, start: CachedPrefix) -> None:
+    def restore(self, start: SavedPrefix) -> None:
         """Fills the first columns, which are empty."""
 
     def close(self) -> None:
@@ -120,11 +120,10 @@ PromptReader = Callable[[Sequence[int]], Iterator[LayerKVs]]
 pieces. Raises ReadingFault if it fails."""
 
 
-@cache_per_model
+@cache
 def _shared_rows(model: LoadedModel) -> ModelRows:
     """Returns the rows that all trees of this model share."""
-    # ONNX Runtime's bindings belong to the buffers, so new buffers for each text would slow rounds down.
-    return ModelRows(model.model, model.cpu, keeps_buffers=model.cpu is not None)
+    return ModelRows(model.model, model.cpu)
 
 
 class DenseKVRows(KVRows):
@@ -203,7 +202,7 @@ class DenseKVRows(KVRows):
     def save(self, count: int) -> SavedPrefix:
         return self.rows.save(self.sequence, count)
 
-    def restore(self, start: CachedPrefix) -> None:
+    def restore(self, start: SavedPrefix) -> None:
         self.rows.adopt(self.sequence, start)
 
     def close(self) -> None:
@@ -312,9 +311,9 @@ class RecurrentKVRows(DenseKVRows):
         mx.eval(states)
         return replace(super().save(count), states=states)
 
-    def restore(self, start: CachedPrefix) -> None:
+    def restore(self, start: SavedPrefix) -> None:
         super().restore(start)
-        self._column_states = {start.length - 1: (start.saved.states, 0)}
+        self._column_states = {start.length - 1: (start.states, 0)}
 
     def _states(self) -> States:
         return tuple(tuple(cache.cache) for cache in self.rows.recurrent)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.cache import KVCache as MlxKVCache
@@ -25,7 +24,7 @@ from outrider.engine.cache import flatten_caches
 from outrider.engine.flat import FlatCache
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, PromptReader, RecurrentKVRows
-from outrider.engine.loading import LoadedModel, cache_per_model
+from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.check import deviations, feed_in_pieces
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
@@ -56,13 +55,13 @@ _GROWTH_TOKENS = 256
 TreeForm = type[DenseKVRows]
 
 
-@cache_per_model
+@cache
 def probe_abilities(model: LoadedModel) -> Abilities:
     """Returns what this model can do as a target, tried once. The reference is its own caches, fed one token at a time.
 
-    Chooses the simplest caches with the right logits: those that roll back at once, else the model's own, copied before
-    each chain, else the model's own without chains. If layers have a window, everything is tried past the window, too,
-    after repeated keys and values, because computing so many would take minutes.
+    It can verify chains if caches that roll back give the right logits; else it decodes with its own caches. If layers
+    have a window, everything is tried past the window, too, after repeated keys and values, because computing so many
+    would take minutes.
 
     Raises:
         ModelError: the model can't decode: its forward fails, or its logits are NaN or infinite.
@@ -71,20 +70,16 @@ def probe_abilities(model: LoadedModel) -> Abilities:
         return Abilities(all_cores=model.cpu.has_all_cores)
     with wrap_model_errors(f"a forward of this {model.model_type} model"):
         trials = [(before, _compute_reference(model, before)) for before in _make_fillers(model)]
-    reason = ""
-    for own_caches in (False, True):
-        try:
-            with wrap_model_errors("a trial forward", logging.INFO):
-                for before, reference in trials:
-                    _check_chain(model, before, reference, own_caches)
-            return Abilities(own_caches=own_caches)
-        except OutriderError as error:
-            reason = str(error)
-            log.info("a %s target can't verify (own caches: %s): %s", model.model_type, own_caches, reason)
-        finally:
-            mx.clear_cache()
-    why = f"a {model.model_type} model can't verify several tokens at once ({reason}), so it decodes token by token"
-    return Abilities(chains=False, own_caches=True, why=why)
+    try:
+        with wrap_model_errors("a trial forward", logging.INFO):
+            for before, reference in trials:
+                _check_chain(model, before, reference)
+        return Abilities()
+    except OutriderError as error:
+        why = f"a {model.model_type} model can't verify several tokens at once ({error}), so it decodes token by token"
+        return Abilities(chains=False, why=why)
+    finally:
+        mx.clear_cache()
 
 
 def _compute_reference(model: LoadedModel, before: Filler) -> mx.array:
@@ -98,7 +93,7 @@ def _compute_reference(model: LoadedModel, before: Filler) -> mx.array:
     return reference.astype(mx.float32)
 
 
-def _check_chain(model: LoadedModel, before: Filler, reference: mx.array, own_caches: bool) -> None:
+def _check_chain(model: LoadedModel, before: Filler, reference: mx.array) -> None:
     """Feeds token by token, then a chain that is rolled back after its first token.
 
     Raises:
@@ -113,10 +108,9 @@ def _check_chain(model: LoadedModel, before: Filler, reference: mx.array, own_ca
             raise ModelFault(f"the logits of {tokens}{past} are wrong by {worst:.1g} of their standard deviation")
 
     last = _make_final_tokens(model)
-    if not own_caches:
-        text = _TrialText(model, before, own_caches)
-        compare(0, mx.concatenate([text.feed([token]) for token in last]), "one token at a time")
-    text = _TrialText(model, before, own_caches)
+    text = _TrialText(model, before)
+    compare(0, mx.concatenate([text.feed([token]) for token in last]), "one token at a time")
+    text = _TrialText(model, before)
     base = text.sequence.length
     text.sequence.mark()
     wrong = [(token + 1) % model.vocab_size for token in last[1 : 1 + _REJECTED_TOKENS]]
@@ -161,7 +155,7 @@ def _repeat_kv(leaf: Any, seed: int, window: int) -> tuple[mx.array, mx.array]:
 class _TrialText:
     """A text with caches of its own, which begins with `_TEXT_TOKENS` tokens and `before`; None: it is empty."""
 
-    def __init__(self, model: LoadedModel, before: Filler | None, own_caches: bool) -> None:
+    def __init__(self, model: LoadedModel, before: Filler | None, own_caches: bool = False) -> None:
         self._kv_cache = SeparateKVCache(model.model, own_caches)
         self.sequence = self._kv_cache.open()
         self.leaves = [leaf for cache in self.sequence.caches for leaf in flatten_caches(cache)]
@@ -205,25 +199,23 @@ def tree_logits_match(model: LoadedModel, form: TreeForm, prompt: int = _TREE_PR
         tree.read_all(text)
     drafted = iter(_make_tokens(model, 4 * _TREE_BRANCHES * _TREE_DEPTH, 2))
     for together in (False, True):
-        branches = [[[tree.root]] * (_TREE_BRANCHES - number) for number, tree in enumerate(trees)]
-        fed: list[dict[int, int]] = [{} for _ in trees]  # by tree and node
+        branches = [[[(tree.root, 0)]] * (_TREE_BRANCHES - number) for number, tree in enumerate(trees)]
         for _ in range(_TREE_DEPTH):
-            feeds = [TreeFeed([path[-1] for path in of], list(islice(drafted, len(of)))) for of in branches]
+            feeds = [TreeFeed([path[-1][0] for path in own], list(islice(drafted, len(own)))) for own in branches]
             if together:
-                tips = Tree.feed_together(trees, feeds)
+                fed = Tree.feed_together(trees, feeds)
             else:
-                tips = [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(trees, feeds, strict=True)]
-            for tokens, feed, nodes in zip(fed, feeds, tips, strict=True):
-                tokens.update(zip(nodes, cast(list[int], feed.tokens), strict=True))
-            grown = zip(branches, tips, strict=True)
-            branches = [[[*path, node] for path, node in zip(of, nodes, strict=True)] for of, nodes in grown]
-        for number, (tree, of, tokens) in enumerate(zip(trees, branches, fed, strict=True)):
-            ends = [[*texts[number], *(tokens[node] for node in path[1:])] for path in of]
-            for path, text in zip(of, ends, strict=True):
-                scores = mx.stack([tree.scores(node) for node in path])
-                agrees = agrees and logits_match(model, text, scores)
-            texts[number] = ends[1]
-            tree.commit(of[1][1:])
+                fed = [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(trees, feeds, strict=True)]
+            for own, nodes, feed in zip(branches, fed, feeds, strict=True):
+                pairs = zip(nodes, cast(list[int], feed.tokens), strict=True)
+                own[:] = [[*path, pair] for path, pair in zip(own, pairs, strict=True)]
+        for tree, text, own in zip(trees, texts, branches, strict=True):
+            paths = [([node for node, _ in path], [token for _, token in path[1:]]) for path in own]
+            for nodes, tokens in paths:
+                scores = mx.stack([tree.scores(node) for node in nodes])
+                agrees = agrees and logits_match(model, [*text, *tokens], scores)
+            tree.commit(paths[1][0][1:])
+            text += paths[1][1]
     for tree in trees:
         tree.close()
     return agrees
@@ -270,36 +262,20 @@ def batch_logits_match(model: LoadedModel) -> bool:
     return agrees
 
 
-def find_fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
-    """Runs the check `agrees` of the form `what`. Returns "", or undoes the form's changes and returns why it fails."""
-    restore, reason = _make_restorer(model.model), "its logits are wrong"
+def _find_fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
+    """Runs the check `agrees` of the form `what`. Returns "", or why the form fails.
+
+    What a form has changed in the model's modules stays: it does nothing in other forms' forwards.
+    """
+    reason = "its logits are wrong"
     try:
         with wrap_model_errors(what, logging.INFO):
             if agrees():
                 return ""
     except ModelError as error:
         reason = first_line(error)
-    restore()
     log.info("%s can't be used with this %s model: %s", what, model.model_type, reason)
     return reason
-
-
-def _make_restorer(model: nn.Module) -> Callable[[], None]:
-    """Returns a function that restores a model's modules and the names in their Python modules, as they are now."""
-    kinds = [(part, type(part)) for part in model.modules()]
-    names = [vars(sys.modules[name]) for name in {kind.__module__ for _, kind in kinds} if name in sys.modules]
-    parts: list[dict[str, Any]] = [*(part for part, _ in kinds), *names]
-    before = [dict(part) for part in parts]
-
-    def restore() -> None:
-        for part, kind in kinds:
-            part.__class__ = kind
-        for now, then in zip(parts, before, strict=True):
-            for name in then:
-                if now.get(name) is not then[name]:
-                    now[name] = then[name]
-
-    return restore
 
 
 def open_kv_cache(model: LoadedModel) -> KVCache:
@@ -308,18 +284,17 @@ def open_kv_cache(model: LoadedModel) -> KVCache:
     return _find_cache_form(model)()
 
 
-@cache_per_model
+@cache
 def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
     if model.cpu is not None:
         # `engine.ort` checked texts in one forward at load. If logits are rounded, branches differ from chains.
         trees = not model.cpu.quantised and not _find_tree_fault(model, "trees of drafts", JointKVRows)
         return partial(FlatKVCache, model.model, trees, model.cpu)
-    found = probe_abilities(model)
-    plain = model.attention_only and found.chains and not found.own_caches
-    kinds = MlxKVCache | RotatingKVCache
-    if not plain or not all(isinstance(cache, kinds) for cache in make_prompt_cache(model.model)):
-        return partial(SeparateKVCache, model.model, found.own_caches)
-    if find_fault(model, "texts in one forward", partial(batch_logits_match, model)):
+    chains, kinds = probe_abilities(model).chains, MlxKVCache | RotatingKVCache
+    plain = model.attention_only and all(isinstance(cache, kinds) for cache in make_prompt_cache(model.model))
+    if not chains or not plain:
+        return partial(SeparateKVCache, model.model, own_caches=not chains)
+    if _find_fault(model, "texts in one forward", partial(batch_logits_match, model)):
         return partial(SeparateKVCache, model.model)
     return partial(FlatKVCache, model.model, not _find_tree_fault(model, "trees of drafts", JointKVRows))
 
@@ -342,7 +317,7 @@ def measure_sequence_cost(kv_cache: KVCache) -> KvCost:
     return structs.replace(cost, padded=padded)
 
 
-@cache_per_model
+@cache
 def find_tree_form(model: LoadedModel) -> TreeForm:
     """Returns the first form of KV rows for a drafter's trees that has this model's logits; found once for each model.
 
@@ -359,7 +334,7 @@ def find_tree_form(model: LoadedModel) -> TreeForm:
 
 def _find_tree_fault(model: LoadedModel, what: str, form: TreeForm) -> str:
     """Returns why trees of this form fail, or ""."""
-    return find_fault(model, what, partial(tree_logits_match, model, form))
+    return _find_fault(model, what, partial(tree_logits_match, model, form))
 
 
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:

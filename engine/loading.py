@@ -12,10 +12,8 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,8 +22,9 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model, get_total_parameters, load_model
 
-from outrider.engine import memory, positions
+from outrider.engine import memory
 from outrider.engine.cache import flatten_caches, is_attention
+from outrider.engine.flat import patch_ropes
 from outrider.engine.hidden_states import ReducedLMHead
 from outrider.engine.ort.check import open_forward
 from outrider.engine.ort.forward import OrtForward
@@ -40,10 +39,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MLX_THREADS = 8  # four read weights, one computes; the rest is a margin
-T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model in memory. `vocab_size`: the width of its logits, including padding; `weight_bytes`: as held now.
 
@@ -75,19 +73,6 @@ class LoadedModel:
         return str(found).removeprefix("mlx.core.")
 
 
-def cache_per_model(function: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
-    """Caches the results of `function` by model, for as long as the model exists."""
-    known: WeakKeyDictionary[LoadedModel, T] = WeakKeyDictionary()
-
-    @wraps(function)
-    def cached(model: LoadedModel) -> T:
-        if model not in known:
-            known[model] = function(model)
-        return known[model]
-
-    return cached
-
-
 def load(
     name: str | Path,
     *,
@@ -116,7 +101,7 @@ def load(
     if ranks is not None:
         ranks.shard_model(model, config["model_type"])
     weight_bytes = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
-    positions.patch_ropes(model)
+    patch_ropes(model)
     memory.set_limits(weight_bytes)
     if forward is None:
         mx.eval(model.parameters())

@@ -24,9 +24,7 @@ _KV_BUDGET_BYTES = 2 * 2**30
 _MARGIN_BYTES = 2**29
 _CACHE_LIMIT_BYTES = 2**30
 _MIN_RELEASE_BYTES = 2**15  # an array must be this large to be worth a system call
-
-# Free memory is returned after this many ended texts: while no text is running, and in any case.
-_MAX_ENDED_TEXTS_IDLE, _MAX_ENDED_TEXTS = 16, 64
+_TEXTS_PER_RELEASE = 32  # free memory is returned after this many ended texts
 
 
 def release_memory() -> None:
@@ -87,9 +85,8 @@ class PeakMemory:
             return peak if sys.platform == "darwin" else peak * 1024
         return mx.get_peak_memory()
 
-    def count_ended_text(self, idle: bool) -> None:
-        """Counts an ended text, and returns free memory from time to time. `idle`: no text is running now."""
+    def count_ended_text(self) -> None:
+        """Counts an ended text, and returns free memory from time to time."""
         self._ended_texts += 1
-        if self._ended_texts >= (_MAX_ENDED_TEXTS_IDLE if idle else _MAX_ENDED_TEXTS):
-            self._ended_texts = 0
+        if self._ended_texts % _TEXTS_PER_RELEASE == 0:
             release_memory()

@@ -59,12 +59,12 @@ def gumbel(xp: Any, seed: int, positions: Sequence[int], vocab_size: int) -> Any
     return gumbel_of(xp, hash_tokens(xp, xp.arange(vocab_size, dtype=xp.uint32), first, second))
 
 
-def gumbel_at(xp: Any, seeds: Sequence[int], positions: Sequence[int], tokens: Any) -> Any:
-    """Returns G for some tokens of each row: float32 [P, m] for P seeds and tokens [P, m]. `xp`: numpy or mlx.core."""
+def gumbel_at(seeds: Sequence[int], positions: Sequence[int], tokens: np.ndarray[Any, Any]) -> Any:
+    """Returns G for some tokens of each row, by numpy: float32 [P, m] for P seeds and tokens [P, m]."""
     first, second = np.concatenate(
         [noise_keys(*row) for row in zip(seeds, ([p] for p in positions), strict=True)], axis=1
     )
-    return gumbel_of(xp, hash_tokens(xp, tokens.astype(xp.uint32), xp.array(first), xp.array(second)))
+    return gumbel_of(np, hash_tokens(np, tokens.astype(np.uint32), first, second))
 
 
 def exponential_numpy(seed: int, positions: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:

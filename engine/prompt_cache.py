@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,8 +31,8 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 class SavedPrefix:
     """A copy of a model's state after a text's first `length` tokens.
 
-    `layers`: keys and values of each attention layer, [.., length, head_dim]. `states`: all other state, arrays or
-    containers of arrays; it is valid for exactly this length.
+    `layers`: keys and values of each attention layer, [.., length or more, head_dim]. `states`: all other state, arrays
+    or containers of arrays; it is valid for exactly this length.
     """
 
     length: int
@@ -53,13 +53,9 @@ class SavedPrefix:
             return min(length, self.length)
         return self.length if length >= self.length else 0
 
-
-@dataclass(frozen=True, slots=True)
-class CachedPrefix:
-    """The first `length` tokens of a text, which need not be read, because `saved` has them."""
-
-    saved: SavedPrefix
-    length: int
+    def cut(self, length: int) -> Self:
+        """Returns it as the prefix of `length` tokens; `layers` may still have more of them."""
+        return replace(self, length=length)
 
 
 class PrefixSource(Protocol):
@@ -112,7 +108,7 @@ class PromptCache:
         """Removes a running text and frees its bytes."""
         self._running.pop(source, None)
 
-    def find(self, tokens: Sequence[int]) -> CachedPrefix | None:
+    def find(self, tokens: Sequence[int]) -> SavedPrefix | None:
         """Returns the longest saved prefix of these tokens except for the last one, which has to be fed."""
         if not self._limit:
             return None
@@ -126,10 +122,10 @@ class PromptCache:
         self._hits += 1
         self._tokens_saved += max(length, lent)
         if source is not None and lent > length:
-            return CachedPrefix(source.save(lent), lent)
+            return source.save(lent)
         latest = max(place for place, usable in enumerate(lengths) if usable == length)
         self._entries.append(self._entries.pop(latest))  # the most recently used
-        return CachedPrefix(self._entries[-1].saved, length)
+        return self._entries[-1].saved.cut(length)
 
     def wants(self, tokens: Sequence[int]) -> bool:
         """Returns whether `store` would make an entry of a text with these tokens."""
@@ -182,9 +178,8 @@ class PromptCache:
 def common_prefix_length(left: Ints, right: Ints) -> int:
     """Returns the length of the common prefix of two texts."""
     count = min(len(left), len(right))
-    differ = left[:count] != right[:count]
-    first = int(differ.argmax()) if count else 0
-    return first if count and differ[first] else count
+    differ = np.flatnonzero(left[:count] != right[:count])
+    return int(differ[0]) if len(differ) else count
 
 
 def _sum_nbytes(arrays: Any) -> int:

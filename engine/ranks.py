@@ -20,9 +20,9 @@ from weakref import finalize
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.engine.flat import FlatSequence
+from outrider.engine.cache import FlatSequence
 from outrider.engine.kv_cache import Feed, KVCache
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.engine.prompt_cache import SavedPrefix
 from outrider.protocol.errors import (
     InvalidRequest,
     ModelError,
@@ -166,8 +166,8 @@ class MirroredKVCache:
         finalize(copy, self._dropped.append, number).atexit = False
         return copy
 
-    def adopt(self, sequence: MirroredSequence, start: CachedPrefix) -> None:
-        number = start.saved.number if isinstance(start.saved, SharedCopy) else 0
+    def adopt(self, sequence: MirroredSequence, start: SavedPrefix) -> None:
+        number = start.number if isinstance(start, SharedCopy) else 0
         self._pending_changes.append(TextChange("adopt", sequence.number, start.length, number))
         self._own.adopt(sequence.own, start)
 
@@ -191,23 +191,19 @@ class RankFollower:
         self._sequences: dict[int, Any] = {}
         self._copies: dict[int, SavedPrefix] = {}
 
-    def forward(self, message: TextForward) -> None:
-        """Starts the same forward. If it fails, it fails on rank 0, too."""
-        feeds = [Feed(self._sequences[f.text], self._tokens(f), f.num_logits, f.prompt) for f in message.feeds]
+    def apply(self, message: TextForward | TextChange) -> None:
+        """Starts the same forward, or applies the same change. If it fails, it fails on rank 0, too."""
         try:
-            with wrap_model_errors("a rank's forward"):
-                _start_forward(self._own, feeds)
+            if isinstance(message, TextForward):
+                feeds = [self._feed(feed) for feed in message.feeds]
+                with wrap_model_errors("a rank's forward"):
+                    _start_forward(self._own, feeds)
+            else:
+                self._change(message)
         except OutriderError as error:
             log.warning("%s; see rank 0's log for the request", error)
 
-    def change(self, change: TextChange) -> None:
-        """Applies the same change. If it fails, it failed on rank 0, too."""
-        try:
-            self._apply_change(change)
-        except OutriderError as error:
-            log.warning("%s; see rank 0's log for the request", error)
-
-    def _apply_change(self, change: TextChange) -> None:
+    def _change(self, change: TextChange) -> None:
         match change.operation:
             case "open":
                 self._sequences[change.text] = self._own.open()
@@ -220,12 +216,13 @@ class RankFollower:
             case "save":
                 self._copies[change.copy] = self._own.save(self._sequences[change.text], change.length)
             case "adopt":
-                self._own.adopt(self._sequences[change.text], CachedPrefix(self._copies[change.copy], change.length))
+                self._own.adopt(self._sequences[change.text], self._copies[change.copy].cut(change.length))
             case "drop":
                 self._copies.pop(change.copy, None)
 
-    def _tokens(self, feed: TextFeed) -> Sequence[int] | mx.array:
-        return feed.tokens or self._ranks.share_array(mx.zeros(feed.count, mx.int32))
+    def _feed(self, feed: TextFeed) -> Feed:
+        tokens = feed.tokens or self._ranks.share_array(mx.zeros(feed.count, mx.int32))
+        return Feed(self._sequences[feed.text], tokens, feed.num_logits, feed.prompt)
 
 
 def _make_text_feed(feed: Feed) -> TextFeed:

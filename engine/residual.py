@@ -6,21 +6,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from outrider.engine.noise import Purpose, derive_seed, exponential_numpy, gumbel_at
-from outrider.engine.sampling import Floats, History, Sampler, SamplingMetadata, best_tokens
+from outrider.engine.sampling import Floats, History, Ints, Sampler, SamplingMetadata, best_tokens
 from outrider.engine.steps import Step, make_step
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
-
-_BLOCK_TOKENS = 32  # tokens of a block: a row's best tokens are in the blocks with the best maxima
 
 
 class ResidualSampler(Sampler):
@@ -43,10 +41,10 @@ class ResidualSampler(Sampler):
 
     def log_p(self, logits: mx.array, histories: Sequence[History] | None = None) -> Floats:
         """Returns the target's own log-probabilities, warped and normalised, [R, V]. Waits."""
-        warped = self.filtered(self.penalise(logits, histories))
-        if mx.default_device().type == mx.cpu:  # numpy is ten times faster there
-            return _log_softmax(np.array(warped, copy=False))
-        return np.array(warped - mx.logsumexp(warped, axis=-1, keepdims=True), copy=False)
+        warped = np.array(self.filtered(self.penalise(logits, histories)), copy=False)
+        below = warped - warped.max(axis=-1, keepdims=True)
+        normalised: Floats = below - np.log(np.exp(below).sum(axis=-1, keepdims=True))
+        return normalised
 
     def accepted(self, log_p: Floats, positions: Sequence[int], chain: Sequence[int], q: SparseQ) -> int:
         """Returns how many tokens of `chain`, drawn from `q`, are accepted: each with probability min(1, p/q), until
@@ -88,12 +86,6 @@ def residual(log_p: Floats, q: SparseQ) -> Floats:
     return rest if rest.max() > -np.inf else log_p
 
 
-def _log_softmax(scores: Floats) -> Floats:
-    below = scores - scores.max(axis=-1, keepdims=True)
-    normalised: Floats = below - np.log(np.exp(below).sum(axis=-1, keepdims=True))
-    return normalised
-
-
 def make_target_sampler(params: SamplingParams, vocab_size: int, constraint: Constraint | None = None) -> Sampler:
     """Returns the sampler of a target for these parameters."""
     if params.is_residual:
@@ -133,65 +125,43 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """`chosen` [R] was drawn from `ids` [R, m] with probabilities `probs` [R, m]: numpy or MLX arrays."""
+    """`chosen` [R] was drawn from `ids` [R, m] with probabilities `probs` [R, m]."""
 
-    chosen: Any
-    ids: Any
-    probs: Any
+    chosen: Ints
+    ids: Ints
+    probs: Floats
 
 
 class DrawnStep(Step):
-    """A `Step` whose best tokens are draws; `candidates` are still the likeliest tokens."""
+    """A `Step` whose best tokens are draws, by numpy; `candidates` are still the likeliest tokens."""
 
     def __init__(
-        self, choose: Callable[[Any, Any], Drawn], scores: mx.array, finish: Callable[[Floats], Floats] | None
+        self, draw: Callable[[Floats], Drawn], scores: mx.array, finish: Callable[[Floats], Floats] | None
     ) -> None:
-        """`choose`: `draw_tokens` without its last two arguments, `xp` and `scores`."""
+        """`draw`: `draw_tokens` without its last argument."""
         super().__init__(scores, finish)
-        self._draw = choose
-        self._drawn: Drawn | None = None
+        self._draw, self._by_numpy = draw, True
 
-    def q(self, row: int) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
+    def q(self, row: int) -> tuple[Ints, Floats]:
         """Returns what a row's best token was drawn from: ids [m] and probabilities [m]. Waits."""
         self.best()
-        ids, probs = self._q
-        return ids[row], probs[row]
+        return self._drawn.ids[row], self._drawn.probs[row]
 
-    @cached_property
-    def _q(self) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
-        drawn = cast(Drawn, self._drawn)
-        return np.array(drawn.ids, np.int32), np.array(drawn.probs, np.float32)
-
-    def _choose(self, xp: Any, scores: Any) -> Any:
-        self._drawn = self._draw(xp, scores)
+    def _choose(self, _: Any, scores: Floats) -> Ints:
+        self._drawn = self._draw(scores)
         return self._drawn.chosen
 
 
-def draw_tokens(draws: Draws, seeds: Sequence[int], positions: Sequence[int], xp: Any, scores: Any) -> Drawn:
-    """Draws a token for each row of `scores` [R, V], float32 log p up to a constant. `xp`: numpy or mlx.core (lazy).
+def draw_tokens(draws: Draws, seeds: Sequence[int], positions: Sequence[int], scores: Floats) -> Drawn:
+    """Draws a token for each row of `scores` [R, V], log p up to a constant.
 
     `seeds`: one for each row, derived from its fork; `positions`: those of the drawn tokens.
     """
-    ids = _top_tokens(xp, scores, min(draws.width, scores.shape[1]))
-    weights = xp.take_along_axis(scores, ids, -1)
+    ids = np.stack([best_tokens(row, draws.width) for row in scores]).astype(np.int32)
+    weights = np.take_along_axis(scores, ids, -1)
     if draws.saguaro < 1:
-        least = xp.sort(weights, axis=-1)[:, -min(draws.cached, ids.shape[1])][:, None]
-        weights = xp.where(weights >= least, weights + math.log(draws.saguaro), weights)
-    shares = xp.exp(weights - weights.max(axis=-1, keepdims=True))
-    noise = gumbel_at(xp, seeds, positions, ids)
-    chosen = xp.take_along_axis(ids, xp.argmax(weights + noise, axis=-1)[:, None], -1)[:, 0]
-    return Drawn(chosen.astype(xp.int32), ids, shares / shares.sum(axis=-1, keepdims=True))
-
-
-def _top_tokens(xp: Any, scores: Any, count: int) -> Any:
-    """Returns the ids [R, count] of each row's best tokens, in any order."""
-    if xp is np:
-        return np.stack([best_tokens(row, count) for row in scores])
-    rows, width = scores.shape
-    if count * _BLOCK_TOKENS >= width or width % _BLOCK_TOKENS:
-        return mx.argpartition(-scores, count - 1)[:, :count]
-    blocks = scores.reshape(rows, width // _BLOCK_TOKENS, _BLOCK_TOKENS)
-    best = mx.argpartition(-blocks.max(axis=-1), count - 1)[:, :count]
-    inside = mx.take_along_axis(blocks, best[:, :, None], 1).reshape(rows, count * _BLOCK_TOKENS)
-    at = mx.argpartition(-inside, count - 1)[:, :count]
-    return mx.take_along_axis(best, at // _BLOCK_TOKENS, -1) * _BLOCK_TOKENS + at % _BLOCK_TOKENS
+        least = np.sort(weights, axis=-1)[:, -min(draws.cached, ids.shape[1])][:, None]
+        weights = np.where(weights >= least, weights + np.float32(math.log(draws.saguaro)), weights)
+    shares = np.exp(weights - weights.max(axis=-1, keepdims=True))
+    best = (weights + gumbel_at(seeds, positions, ids)).argmax(axis=-1)[:, None]
+    return Drawn(np.take_along_axis(ids, best, -1)[:, 0], ids, shares / shares.sum(axis=-1, keepdims=True))

@@ -37,18 +37,18 @@ class Step:
         self._best: list[int] | None = None
         self._top_scores: tuple[mx.array, mx.array] | None = None
         self._read: Floats | None = None
-        self._on_cpu = mx.default_device().type == mx.cpu
+        self._by_numpy = mx.default_device().type == mx.cpu
 
     def chosen(self) -> mx.array:
         """Returns each row's best token, int [R], as an array of MLX. Waits on a CPU."""
         if self._chosen is None:
-            self._chosen = mx.array(self.best(), mx.int32) if self._on_cpu else self._choose(mx, self._scores)
+            self._chosen = mx.array(self.best(), mx.int32) if self._by_numpy else self._choose(mx, self._scores)
         return self._chosen
 
     @property
     def pending(self) -> mx.array:
         """The array to evaluate before `best`, so that it does not wait."""
-        return self._scores if self._on_cpu else self.chosen()
+        return self._scores if self._by_numpy else self.chosen()
 
     @property
     def is_read(self) -> bool:
@@ -57,36 +57,36 @@ class Step:
     def best(self) -> list[int]:
         """Returns each row's best token. Waits."""
         if self._best is None:
-            chosen = self._choose(np, self._host_scores()) if self._on_cpu else self.chosen()
+            chosen = self._choose(np, self._host_scores()) if self._by_numpy else self.chosen()
             self._best = cast(list[int], chosen.tolist())
         return self._best
 
     def candidates(self, rows: Sequence[int], count: int) -> list[list[Candidate]]:
         """Returns the `count` best tokens of each of these rows, best first; fewer if filters leave fewer. Waits."""
         count = min(count, self._scores.shape[1])
-        top = self._host_top(rows, count) if self._on_cpu else self._device_top(rows, count)
+        top = self._host_top(rows, count) if self._by_numpy else self._device_top(rows, count)
         return [
             [Candidate(t, max(0.0, values[0] - v)) for t, v in zip(tokens, values, strict=True) if v > -np.inf]
             for tokens, values in top
         ]
 
     def top_scores(self, count: int) -> tuple[mx.array, mx.array]:
-        """Returns tokens and scores of each row's `count` best, [R, count] in any order; lazy on a GPU."""
+        """Returns tokens and scores of each row's `count` best, [R, count] in any order. Lazy on a GPU."""
         count = min(count, self._scores.shape[1])
-        if self._top_scores is not None and self._top_scores[0].shape[1] == count:
-            return self._top_scores
-        if self._on_cpu:
-            tokens, values = zip(*self._host_top(range(self._scores.shape[0]), count), strict=True)
-            self._top_scores = mx.array(tokens, mx.int32), mx.array(values, mx.float32)
-        else:
-            best = mx.argpartition(-self._scores, kth=count - 1, axis=-1)[:, :count]
-            scores = mx.take_along_axis(self._scores, best, axis=-1).astype(mx.float32)
-            self._top_scores = best.astype(mx.int32), scores
+        if self._top_scores is None or self._top_scores[0].shape[1] != count:
+            scores = self._finished_scores
+            best = mx.argpartition(-scores, kth=count - 1, axis=-1)[:, :count]
+            values = mx.take_along_axis(scores, best, axis=-1).astype(mx.float32)
+            self._top_scores = best.astype(mx.int32), values
         return self._top_scores
 
     def row(self, row: int) -> mx.array:
         """Returns one row's scores, [V]."""
-        return self._scores[row] if self._finish is None else mx.array(self._host_scores()[row])
+        return self._finished_scores[row]
+
+    @property
+    def _finished_scores(self) -> mx.array:
+        return self._scores if self._finish is None else mx.array(self._host_scores())
 
     def _choose(self, xp: Any, scores: Any) -> Any:
         """Returns each row's best token, int [R]. `xp`: numpy or mlx.core."""

@@ -21,10 +21,9 @@ from outrider.engine.steps import Step, make_step
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.schema import Halves
 from outrider.protocol.stats import KvCost
-from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
+from outrider.protocol.trees import ROOT, Candidate, SparseQ, TreeFeed
 
 _INITIAL_WINDOW_COLUMNS = 256  # the window's initial columns
-NO_PARENT = -1  # the parent of a root that was read with the text
 
 
 class TreeLayout:
@@ -276,7 +275,7 @@ class Tree:
 
     def _feed_root(self, token: int) -> None:
         """Commits the token after the committed columns, which becomes the root."""
-        self._commit_node(self.feed([NO_PARENT], [token])[0])
+        self._commit_node(self.feed([ROOT], [token])[0])
 
     def _node(self, node: int) -> _Node:
         if node not in self._nodes:
@@ -342,10 +341,10 @@ class Tree:
         return list(range(first, self.next_node))
 
     def _column_of(self, parent: int) -> int:
-        """Returns the column of a node, even before it has been fed; for NO_PARENT that of the last committed token."""
+        """Returns the column of a node, even before it has been fed; for ROOT that of the last committed token."""
         if parent >= self.next_node:
             return self._layout.end + parent - self.next_node
-        return self._columns - 1 if parent == NO_PARENT else self._node(parent).column
+        return self._columns - 1 if parent == ROOT else self._node(parent).column
 
     def _known_token(self, parent: int, token: int | None) -> int | None:
         """Returns the token to feed, or None if it is not known without waiting."""

@@ -20,7 +20,7 @@ import numpy as np
 from outrider.engine.hidden_states import HiddenStatesCallback
 from outrider.engine.kv_cache import CacheSlot, Feed, KVCache
 from outrider.engine.residual import ResidualSampler
-from outrider.engine.sampling import History, Sampler, SamplingMetadata, apply_penalties, compute_scores
+from outrider.engine.sampling import History, Sampler, SamplingMetadata, apply_penalties, best_tokens, compute_scores
 from outrider.protocol.errors import InvalidRequest, ModelFault, OutriderError
 from outrider.protocol.schema import IMPOSSIBLE_LOGPROB, Logprobs
 from outrider.protocol.trees import SparseQ, accepted_path, chain_parents, node_depths, one_hot, token_paths, tree_fault
@@ -79,28 +79,20 @@ class PrefillChunk:
 
 
 class RowLogprobs:
-    """Log-probabilities of rows on the device: the whole distribution and the likeliest tokens. Lazy."""
+    """Log-probabilities of rows, [R, V]. Lazy."""
 
     def __init__(self, logits: mx.array, count: int) -> None:
         """`logits` [R, V] after penalties, bias and grammar; `count`: the number of likeliest tokens."""
         logits = logits.astype(mx.float32)
-        self._all = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        width = logits.shape[1]
-        self._top = mx.argpartition(-self._all, kth=min(count, width - 1), axis=-1)[:, :count] if count else None
-
-    @property
-    def pending(self) -> list[mx.array]:
-        """The arrays to evaluate before `of`, so that it does not wait."""
-        return [self._all] if self._top is None else [self._all, self._top]
+        self.pending, self._count = logits - mx.logsumexp(logits, axis=-1, keepdims=True), count
 
     def of(self, tokens: Sequence[int], rows: Sequence[int]) -> Logprobs:
-        """Returns the log-probabilities of these rows' tokens and of the likeliest tokens. Waits."""
-        every = np.array(self._all, copy=False)[rows]
+        """Returns the log-probabilities of these rows' tokens and of the likeliest tokens. Waits for `pending`."""
+        every = np.array(self.pending, copy=False)[rows]
         ids = np.asarray(tokens, np.int32)[:, None]
-        if self._top is not None:
-            top = np.array(self._top)[rows].astype(np.int32)
-            order = np.argsort(-np.take_along_axis(every, top, 1), axis=1, kind="stable")
-            ids = np.concatenate([ids, np.take_along_axis(top, order, 1)], axis=1)
+        if self._count:
+            likeliest = np.stack([best_tokens(row, self._count) for row in every])
+            ids = np.concatenate([ids, likeliest.astype(np.int32)], axis=1)
         return Logprobs(ids, np.maximum(np.take_along_axis(every, ids, 1), np.float32(IMPOSSIBLE_LOGPROB)))
 
 
@@ -114,11 +106,12 @@ class BatchForward:
         logits: mx.array,
         positions: Sequence[int],
         rows: int,
-        hidden: Sequence[mx.array | None],
+        hidden: Sequence[tuple[mx.array, ...]],
     ) -> None:
         """`logits` [sum of chain lengths + 1, V]; the first row of input i chooses the token at `positions[i]`.
 
-        `hidden[i]`: the hidden states of all tokens that input i feeds, for its listener; those of `chunks` follow.
+        `hidden[i]`: the hidden states of all tokens that input i feeds, for its listener, by reader; those of `chunks`
+        follow.
         """
         self._kv_cache, self.inputs, self.rows = kv_cache, tuple(inputs), rows
         self._logits, self._positions, self._hidden = logits, positions, hidden
@@ -179,8 +172,7 @@ class BatchForward:
             first = end
 
     def _pending_logprobs(self) -> list[mx.array]:
-        every = [*self._logprobs.values(), *(rows for _, _, rows in self._prompt_logprobs)]
-        return [array for rows in every for array in rows.pending]
+        return [rows.pending for rows in (*self._logprobs.values(), *(own for _, _, own in self._prompt_logprobs))]
 
     def _choose_tokens(self, after: BatchForward | None) -> mx.array:
         groups: dict[object, list[int]] = {}
@@ -248,13 +240,9 @@ class BatchForward:
                 slot.sequence.keep(trunk, [trunk + node for node in output.path])
             elif output.accepted < len(chain):  # else there is nothing to undo, and the next step may be under way
                 slot.sequence.roll_back(len(slot.tokens) - 1)
-            hidden = self._hidden[index]
-            if slot.listener is not None and hidden is not None:
-                # Tokens that were fed again come first. A slice would wait for the next forward.
-                fed = hidden if hidden.shape[0] == len(chain) + 1 else hidden[-len(chain) - 1 :]
-                kept = fed if len(new) == fed.shape[0] else fed[: len(new)]
-                kept = kept if output.path is None else mx.take(fed, mx.array(own, mx.int32), axis=0)
-                slot.listener(self._positions[index] - 1, kept)
+            if slot.listener is not None and self._hidden[index]:
+                kept = [_rows_of(own, rows, len(chain) + 1) for rows in self._hidden[index]]
+                slot.listener(self._positions[index] - 1, *kept)
         except OutriderError as error:
             return error
         return output
@@ -282,8 +270,12 @@ def begin_forward(
         after: a forward of plain steps that is not read yet; every input is then the plain step after the one there.
     """
     parts: list[VerifyInput | PrefillChunk] = [*inputs, *chunks]
-    hidden: list[mx.array | None] = [None] * len(parts)
-    callbacks = [partial(hidden.__setitem__, n) if p.slot.listener is not None else None for n, p in enumerate(parts)]
+    hidden: list[tuple[mx.array, ...]] = [()] * len(parts)
+
+    def receive(index: int, *rows: mx.array) -> None:
+        hidden[index] = rows
+
+    callbacks = [partial(receive, n) if part.slot.listener is not None else None for n, part in enumerate(parts)]
     feeds = [_make_feed(part, own, after) for part, own in zip(parts, callbacks, strict=True)]
     positions = [input_.slot.fed + feed.count - len(input_.chain) for input_, feed in zip(inputs, feeds, strict=False)]
     starts = [chunk.slot.fed for chunk in chunks]
@@ -293,13 +285,21 @@ def begin_forward(
     forward = BatchForward(kv_cache, inputs, logits[:first], positions, sum(feed.count for feed in feeds), hidden)
     forward.add_prompt_logprobs(chunks, starts, logits[first:])
     for chunk, start, rows in zip(chunks, starts, hidden[len(inputs) :], strict=True):
-        if chunk.slot.listener is not None and rows is not None:
-            chunk.slot.listener(start, rows)
+        if chunk.slot.listener is not None and rows:
+            chunk.slot.listener(start, *rows)
     if inputs:
         forward.choose(after)
     else:
         mx.async_eval(kv_cache.state(), hidden)  # type: ignore[no-untyped-call]
     return forward
+
+
+def _rows_of(accepted: Sequence[int], hidden: mx.array, count: int) -> mx.array:
+    """Returns the hidden states of these of the last `count` tokens; tokens that were fed again come before."""
+    fed = hidden if hidden.shape[0] == count else hidden[-count:]  # a slice would wait for the next forward
+    if accepted[-1] < len(accepted):  # the first ones
+        return fed if len(accepted) == count else fed[: len(accepted)]
+    return mx.take(fed, mx.array(list(accepted), mx.int32), axis=0)
 
 
 def _make_feed(

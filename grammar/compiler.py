@@ -208,11 +208,8 @@ def get_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), marks)
 
 
-EMPTY_VOCABULARY = Vocabulary()
-
-
 @lru_cache(MAX_CACHED_CHECKS)
-def check_grammar(grammar: Grammar, vocabulary: Vocabulary = EMPTY_VOCABULARY) -> None:
+def check_grammar(grammar: Grammar, vocabulary: Vocabulary) -> None:
     """Checks that a text can begin with this grammar and can be rolled back, which drafts require. Needs no tokenizer.
 
     Raises:

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from outrider.drafters.coreml.drafter import PackageReader
 from outrider.drafters.coreml.selection import load_prompt_reader
-from outrider.engine.flat import FlatSequence
+from outrider.engine.cache import FlatSequence
 from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS, Feed, FlatKVCache, KVLayout
 from outrider.engine.kv_rows import ReadingFault
 from outrider.engine.load_checks import measure_sequence_cost, open_kv_cache

@@ -100,7 +100,7 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     if model.cpu is not None:
         kv_cache = open_kv_cache(model)  # the target's own kernels
     else:
-        kv_cache = SeparateKVCache(model.model, probe_abilities(model).own_caches)
+        kv_cache = SeparateKVCache(model.model, own_caches=not probe_abilities(model).chains)
     slot = CacheSlot(model, kv_cache, claim.tokens, claim.sampling, constraint)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is out of range; expected 0 to {model.vocab_size - 1} for this model")

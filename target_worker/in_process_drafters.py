@@ -18,10 +18,11 @@ from outrider.drafters.growth import BranchTask, Continuation, without_forwards
 from outrider.drafters.heads import load as heads
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.early_exit import ExitDraft, ExitDrafter
+from outrider.drafters.heads.head import Head
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDraft, NgramDrafter
 from outrider.drafters.work_ahead import DraftTurn, WorkAhead, check_in_vocabulary, run_together, start_drafting
-from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
+from outrider.engine.hidden_states import HiddenStateReader, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, HiddenStatesListener, KVCache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
@@ -142,12 +143,12 @@ class InProcessDrafters:
         """True if one of them reads the target's hidden states."""
         return bool(self._heads)
 
-    def attach_heads(self, model: LoadedModel, kv_cache: KVCache, other: HiddenStateReader | None = None) -> None:
-        """Connects the heads, and an `other` reader after them, to the hidden states of this KV cache."""
-        readers = [*(proposer.head for proposer in self._heads.values()), *([other] if other is not None else [])]
-        if readers:
-            self._readers = HiddenStateReaders(readers)
-            kv_cache.tap_hidden_states(HiddenStates(model.model, self._readers.points, self._readers.fuse))
+    def attach_heads(self, model: LoadedModel, kv_cache: KVCache, other: Head | None = None) -> None:
+        """Connects the heads, and an `other` one after them, to the hidden states of this KV cache."""
+        tapped = [*(proposer.head for proposer in self._heads.values()), *([other] if other is not None else [])]
+        if tapped:
+            readers = (HiddenStateReader(head.points, head.fuse) for head in tapped)
+            kv_cache.tap_hidden_states(HiddenStates(model.model, *readers))
 
     def make_session_openers(
         self,
@@ -164,7 +165,7 @@ class InProcessDrafters:
         drafts = {name: head.open_draft(sampling, constraint()) for name, head in self._heads.items()}
         listeners = [draft.add_features for draft in drafts.values()] + ([other] if other is not None else [])
         if listeners:
-            slot.listener = partial(self._pass_features, listeners)
+            slot.listener = partial(_pass_features, listeners)
         if drafts:
             slot.usable_cached_tokens = partial(_usable_prefix_length, slot, list(drafts.values()))
         sessions: dict[str, Callable[[], DraftSession]] = {}
@@ -196,10 +197,11 @@ class InProcessDrafters:
     def _caches(self) -> list[PromptCache]:
         return [own.prompt_cache for own in self.drafters.values() if not isinstance(own, NgramDrafter)]
 
-    def _pass_features(self, listeners: Sequence[HiddenStatesListener], position: int, features: mx.array) -> None:
-        """Passes each reader's features to its listener; the other reader, which is last, may have none."""
-        for listener, own in zip(listeners, self._readers.split(features), strict=False):
-            listener(position, own)
+
+def _pass_features(listeners: Sequence[HiddenStatesListener], position: int, *features: mx.array) -> None:
+    """Passes each head's features to its listener; the other head, which is last, may have none."""
+    for listener, own in zip(listeners, features, strict=False):
+        listener(position, own)
 
 
 def _usable_prefix_length(slot: CacheSlot, drafts: Sequence[HeadDraft], length: int) -> int:

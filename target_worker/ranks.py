@@ -248,12 +248,12 @@ def _serve(member: RankMember, model: LoadedModel, kv_cache: KVCache) -> None:
         for message in member.receive():
             match message:
                 case TextForward():
-                    follower.forward(message)
+                    follower.apply(message)
                     forwards += 1
                     if forwards % FORWARDS_PER_CACHE_CLEAR == 0:
                         mx.clear_cache()
                 case TextChange():
-                    follower.change(message)
+                    follower.apply(message)
                 case KvMemory(limit=limit):
                     memory.set_limits(model.weight_bytes, limit)
                 case Ping(serial=serial):

@@ -297,7 +297,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
     def _release(self, running: TargetRequest, discard: bool) -> None:
         running.close(discard)
         self._prefixes.close(running, discard)
-        self._peak_memory.count_ended_text(idle=not self._running)
+        self._peak_memory.count_ended_text()
 
     def _set_memory_limits(self, message: KvMemory) -> None:
         """Sets the memory for all texts; in-process drafters get shares by the memory that a text takes in them."""

@@ -27,7 +27,7 @@ def open_slots(
 
     Without `kv_cache`, each slot has its own MLX cache and its own forwards.
     """
-    cache = kv_cache or SeparateKVCache(model.model, probe_abilities(model).own_caches)
+    cache = kv_cache or SeparateKVCache(model.model, own_caches=not probe_abilities(model).chains)
     slots = [CacheSlot(model, cache, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
     for slot in slots:
         slot.feed_all_but_last()

@@ -91,7 +91,7 @@ def _try_model_type(name: str, tied: bool) -> ModelTypeRow:
             able = probe_abilities(model)
         except OutriderError as error:
             return ModelTypeRow(name, tied, REFUSED, why=_shorten_error(error))
-        how = SPECULATES if SeparateKVCache(model.model, able.own_caches).open().has_free_marks else COPIES
+        how = SPECULATES if SeparateKVCache(model.model).open().has_free_marks else COPIES
         target, why = how if able.chains else DECODES, [_text_in_brackets(able.why)]
         if not _matches_mlx_lm(model, able.chains):
             target = WRONG

@@ -18,7 +18,7 @@ import msgspec
 from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.layers import MLPS, DraftVocabulary, LayerSizes
-from outrider.engine import positions
+from outrider.engine.flat import patch_ropes
 from outrider.engine.hidden_states import find_backbone, find_embedding, find_output_layer
 from outrider.engine.loading import LoadedModel, flat_rope_fields
 from outrider.protocol.digest import digests_match, model_digest, read_json, read_weight_map
@@ -224,7 +224,7 @@ class HeadCheckpoint:
         sound = mx.stack([mx.isfinite(value).all() for _, value in chosen])
         if not sound.all().item():
             raise CannotDraft(f"{name} has weights that are NaN or infinite; expected a trained head")
-        positions.patch_ropes(head)
+        patch_ropes(head)
 
 
 def _compute_dtype(stored: mx.Dtype) -> mx.Dtype:

@@ -132,13 +132,13 @@ class HeadDraft:
         `exact`: the target can drop some of them and read them again.
         """
         cached = self._drafter.prompt_cache.find(tokens)
-        if cached is None or not isinstance(cached.saved, SavedPairs):
+        if cached is None or not isinstance(cached, SavedPairs):
             return length
         count = min(cached.length - 1, length)
-        if count <= cached.saved.begin or count < length - (_MAX_REREAD_TOKENS if exact else 0):
+        if count <= cached.begin or count < length - (_MAX_REREAD_TOKENS if exact else 0):
             return length
         self.features.begin = self.features.end = count
-        self._start = cached.saved, count
+        self._start = cached, count
         return count
 
     def add_features(self, position: int, features: mx.array) -> None:

@@ -6,7 +6,7 @@ models an *adapter*, a normed low-rank map that is added to the row, is trained 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -20,8 +20,15 @@ from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.kv_rows import LazyBool, are_finite
 from outrider.drafters.heads.trees import HeadTree
-from outrider.engine.flat import FlatSequence
-from outrider.engine.hidden_states import FirstLayers, HiddenStatePoints, HiddenStates, find_backbone, find_final_norm
+from outrider.engine.cache import FlatSequence
+from outrider.engine.hidden_states import (
+    FirstLayers,
+    HiddenStatePoints,
+    HiddenStateReader,
+    HiddenStates,
+    find_backbone,
+    find_final_norm,
+)
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache
 from outrider.engine.kv_rows import KVRows, NewRows
 from outrider.engine.load_checks import open_kv_cache
@@ -97,12 +104,11 @@ def generate_trial_text(model: LoadedModel) -> list[int]:
 def read_rows(
     target: LoadedModel,
     text: Sequence[int],
-    points: HiddenStatePoints,
-    fuse: Callable[[mx.array], mx.array] | None = None,
+    reader: HiddenStateReader,
 ) -> tuple[mx.array, mx.array]:
-    """Returns the target's logits [T, V] of a text, and its rows [T, W] at these points."""
+    """Returns the target's logits [T, V] of a text, and the rows [T, W] of this reader."""
     rows: list[mx.array] = []
-    hidden_states = HiddenStates(target.model, points, fuse)
+    hidden_states = HiddenStates(target.model, reader)
     logits = hidden_states.forward(lambda: target.model(mx.array([text]))[0], [(len(text), rows.append)])
     return logits, rows[0]
 
@@ -113,7 +119,7 @@ def measure_agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[
     if not tried:
         return {}
     points = HiddenStatePoints(tuple(exit.exit_layer - 1 for exit in tried))
-    logits, rows = read_rows(target, generate_trial_text(target), points)
+    logits, rows = read_rows(target, generate_trial_text(target), HiddenStateReader(points))
     truth, shares = mx.argmax(logits, axis=-1), {}
     for exit, own in zip(tried, mx.split(rows, len(tried), axis=-1), strict=True):
         shares[exit.exit_layer] = cast(float, (mx.argmax(exit.logits(own), axis=-1) == truth).mean().item())
@@ -122,7 +128,7 @@ def measure_agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[
 
 def reproduces_logits(target: LoadedModel, last: EarlyExit) -> bool:
     """Whether norm and output layer, applied to the rows after all layers, give the model's own logits."""
-    logits, rows = read_rows(target, list(range(8)), HiddenStatePoints((last.exit_layer - 1,)))
+    logits, rows = read_rows(target, list(range(8)), HiddenStateReader(HiddenStatePoints((last.exit_layer - 1,))))
     truth = logits.astype(mx.float32)
     apart = mx.abs(last.logits(rows) - truth).max()
     return bool((apart <= 1e-2 * mx.abs(truth).max()).item())

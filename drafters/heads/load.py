@@ -18,7 +18,7 @@ from outrider.drafters.heads.drafter import HeadDrafter, make_for_draft_worker
 from outrider.drafters.heads.head import BlockHead, Head
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, HeadKVCache, PairKVCache, make_kv_cache
 from outrider.engine.flat import Segment
-from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader
 from outrider.engine.loading import LoadedModel, find_model_folder, load_lazily
 from outrider.engine.ort.check import check_logits, is_enabled
 from outrider.engine.ort.forward import OrtForward
@@ -173,7 +173,7 @@ def _accuracy(
     tokens: int = 0,
 ) -> float:
     """Returns how often the head is right with rows from these points, and with the tokens shifted by `tokens`."""
-    logits, rows = early_exit.read_rows(model, text, points or head.points, head.fuse)
+    logits, rows = early_exit.read_rows(model, text, HiddenStateReader(points or head.points, head.fuse))
     count = len(text) - 1 - max(tokens, 0)
     following = slice(1 + tokens, count + 1 + tokens)
     predicted = _predict_tokens(kv_cache, mx.array(text[following], mx.int32), rows[:count])

@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.heads.head import BlockHead, Head, PairHead
-from outrider.engine.flat import FlatRows, Floats, Ints, NodeSegment, Segment
+from outrider.engine.cache import FlatRows
+from outrider.engine.flat import Floats, Ints, NodeSegment, Segment
 from outrider.engine.kv_rows import Row
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, SavedPrefix
@@ -33,8 +34,7 @@ class PairKVCache(FlatRows):
     """
 
     def __init__(self, head: PairHead, cpu: OrtForward | None = None) -> None:
-        # ONNX Runtime's bindings belong to the buffers, so new ones for each text would make rounds slower.
-        super().__init__(head, keeps_buffers=cpu is not None)
+        super().__init__(head, is_lazy=cpu is None)
         self.head, self.cpu, self.dtype = head, cpu, head.dtype
 
     def feed(

@@ -27,12 +27,12 @@ from outrider.drafters.heads.kv_rows import (
 from outrider.drafters.heads.layers import LINK_CANDIDATES, BlockLink
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureBuffer, SavedPairs
 from outrider.engine.kv_rows import NewRows
-from outrider.engine.prompt_cache import CachedPrefix
+from outrider.engine.prompt_cache import SavedPrefix
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import CandidateStep, Step, make_step
-from outrider.engine.tree import NO_PARENT, Tree, TreeInput, TreeLayout
+from outrider.engine.tree import Tree, TreeInput, TreeLayout
 from outrider.protocol.errors import ModelFault
-from outrider.protocol.trees import TreeFeed
+from outrider.protocol.trees import ROOT, TreeFeed
 
 
 class HeadTree(Tree):
@@ -69,7 +69,7 @@ class HeadTree(Tree):
     def read_in_steps(self, tokens: Sequence[int], depth: int = 1) -> Steps[int]:
         """The generator form of `read`: yields the root's feed, is sent the root's node, and returns it."""
         self.append(tokens[:-1])
-        (root,) = yield self, TreeFeed([NO_PARENT], tokens[-1:], [depth])
+        (root,) = yield self, TreeFeed([ROOT], tokens[-1:], [depth])
         self._commit_node(root)
         return root
 
@@ -116,7 +116,7 @@ class PairTree(HeadTree):
     def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
         self._origin, self._committed = saved.begin + 1, list(tokens[: end + 1])
         self.kv_rows.restart_at(self._origin)
-        self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, CachedPrefix(saved, end - saved.begin))
+        self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, SavedPrefix(end - saved.begin, saved.layers))
         self._layout = TreeLayout(end - saved.begin)
 
     def _arrived(self, count: int) -> int:
@@ -244,7 +244,7 @@ class BlockTree(SlotTree):
 
     def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
         self._committed = list(tokens[:end])
-        self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, CachedPrefix(saved, end - saved.begin))
+        self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, SavedPrefix(end - saved.begin, saved.layers))
         self.kv_rows.feature_positions = np.arange(saved.begin, end, dtype=np.int32)
         self._layout = TreeLayout(end)
 

@@ -19,9 +19,7 @@ import os
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -155,17 +153,11 @@ def _mappings(file: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def _map_over(address: int, length: int, file: int, offset: int) -> None:
-    """Maps a part of a file, privately, in place of what is mapped at an address."""
-    protection, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
-    if _libc_mmap()(address, length, protection, kind, file, offset) != address:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-
-
-@cache
-def _libc_mmap() -> Any:
-    """Returns libc's mmap: Python's own can't map at an address."""
+    """Maps a part of a file, privately, in place of what is mapped at an address, as Python's own mmap can't."""
     function = ctypes.CDLL(None, use_errno=True).mmap
     function.restype = ctypes.c_void_p
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    return function
+    protection, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+    if function(address, length, protection, kind, file, offset) != address:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

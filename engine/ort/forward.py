@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
@@ -21,7 +20,7 @@ import numpy as np
 from outrider.engine.flat import FlatCache, Segment
 from outrider.engine.memory import release_memory
 from outrider.engine.ort.layers import Array, DecoderLayers, Ints, Layout, dequantise, levels, rope_angles, to_numpy
-from outrider.engine.ort.sessions import CachedGraph, CoreChoice, Sessions, arena_shrink_options, kernel_name
+from outrider.engine.ort.sessions import SHRINKING_RUN, CachedGraph, CoreChoice, Sessions, kernel_name
 from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import ModelError, first_line
 
@@ -93,11 +92,9 @@ def _open_embedding_file(folder: Path | None, layer: nn.Module, size: int) -> Fi
     if folder is None:
         return None
     path = folder / _EMBEDDING_FILE
-    with suppress(OSError):
-        if path.stat().st_size == size:
-            return FileIO(path)
     try:
-        replace_file(path, _to_embedding_rows(layer).tobytes())
+        if not path.exists() or path.stat().st_size != size:
+            replace_file(path, _to_embedding_rows(layer).tobytes())
         return FileIO(path)
     except OSError as error:
         log.info("the model's embedding is not kept on disk: %s", first_line(error))
@@ -214,7 +211,7 @@ class OrtForward:
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         is_large = is_long and len(tokens) >= _MIN_PIECE_TOKENS
         begun = time.perf_counter()
-        session.run_with_iobinding(binding, arena_shrink_options() if is_large else None)
+        session.run_with_iobinding(binding, SHRINKING_RUN if is_large else None)
         if wide is not None and not is_long:
             self._core_choice.record(len(tokens), session is wide, 1000 * (time.perf_counter() - begun))
         if is_large or are_new:  # buffers that have grown leave the memory of smaller ones

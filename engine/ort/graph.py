@@ -28,7 +28,6 @@ _MICROSOFT_OPS = (
 _OPSET_VERSION, _IR_VERSION = 21, 10
 # The tolerance, in quantisation steps, for zero points that are integers up to the rounding of half-precision scales.
 _ZERO_POINT_TOLERANCE = 2.0**-7
-_MAX_BIAS_REST = 0.25  # the most quantisation steps of a row that may remain of a bias
 _GROUP_SIZE = 32
 _MAX_BLOCK_SIZE = 64  # of a Hadamard rotation
 _ROTATED_AT_ONCE = 2**16  # weights, which fit in a core's cache
@@ -82,7 +81,7 @@ class Affine:
     @classmethod
     def rounded(cls, weight: Array) -> Affine:
         """Rounds weights [N, K], of whole groups, to 8 bits."""
-        ((q, scales),) = _quantise_in_digits(weight, np.inf, 8, _GROUP_SIZE)
+        q, scales = _quantise(weight, 8, _GROUP_SIZE)
         return cls(q, scales, -128 * scales, 8)
 
     @property
@@ -172,11 +171,10 @@ class Builder:
         points, rest = whole.zero_points()
         uneven = bool(rest.any())
         if uneven and not self.exact:
-            digits = _quantise_in_digits(rest, np.abs(scales).max(1, keepdims=True), bits, group)
-            x = self._with_sums(x, depth, group, len(digits))
-            used += (len(digits) - 1) * digits[0][0].shape[1] + depth // group
-            q = np.concatenate([q, *(_pack_levels(levels, bits) for levels, _ in digits)], axis=1)
-            scales = np.concatenate([scales, *(steps for _, steps in digits)], axis=1)
+            levels, steps = _quantise(rest, bits, group)
+            x, used = self._with_sums(x, depth, group), depth + depth // group
+            q = np.concatenate([q, _pack_levels(levels, bits)], axis=1)
+            scales = np.concatenate([scales, steps], axis=1)
             added = ((0, 0), (0, scales.shape[1] - points.shape[1]))
             points = np.pad(points, added, constant_values=2 ** (bits - 1))
         count, columns = len(q), scales.shape[1] * group
@@ -208,12 +206,10 @@ class Builder:
         product = self.op("MatMulIntegerToFloat", rounded, self.weight(levels.T), step, self.weight(scales), middle)
         return self.op("Mul", product, largest)
 
-    def _with_sums(self, x: str, depth: int, group: int, digits: int) -> str:
-        """Adds x [R, K] followed by the sums of its groups, once for each digit; all but the last are whole groups."""
-        count = depth // group
-        sums = self.op("ReduceSum", self.op("Reshape", x, self.ints(-1, count, group)), self.ints(2), keepdims=0)
-        padded = [self.op("Pad", sums, self.ints(0, 0, 0, -count % group)) for _ in range(digits - 1)]
-        return self.op("Concat", x, *padded, sums, axis=-1)
+    def _with_sums(self, x: str, depth: int, group: int) -> str:
+        """Adds x [R, K] followed by the sums of its groups."""
+        apart = self.op("Reshape", x, self.ints(-1, depth // group, group))
+        return self.op("Concat", x, self.op("ReduceSum", apart, self.ints(2), keepdims=0), axis=-1)
 
     def norm(self, x: str, layer: nn.Module) -> str:
         weight, eps = _norm_parameters(layer)
@@ -374,19 +370,11 @@ def _pack_levels(points: Array, bits: int) -> Array:
     return packed
 
 
-def _quantise_in_digits(rest: Array, steps: Array | float, bits: int, group: int) -> list[tuple[Array, Array]]:
-    """Quantises `rest` [N, G]: levels [N, columns] and scales [N, columns / group], G padded to whole groups.
-
-    There is a second digit, for what the first one leaves, only if that exceeds `_MAX_BIAS_REST` quantisation steps of
-    a row, `steps` [N, 1].
-    """
-    middle, left = 2 ** (bits - 1), np.pad(rest, ((0, 0), (0, -rest.shape[1] % group)))  # whole groups
-    digits: list[tuple[Array, Array]] = []
-    while not digits or (len(digits) < 2 and (np.abs(left) > _MAX_BIAS_REST * steps).any()):
-        blocks = left.reshape(len(left), -1, group)
-        scales = np.abs(blocks).max(axis=-1) / np.float32(middle - 0.5)
-        by = scales[..., None]
-        levels = np.clip(np.rint(blocks / np.where(by == 0, 1, by)), -middle, middle - 1)
-        left = (blocks - levels * by).reshape(left.shape)
-        digits.append(((levels + middle).astype(np.uint8).reshape(left.shape), scales))
-    return digits
+def _quantise(numbers: Array, bits: int, group: int) -> tuple[Array, Array]:
+    """Quantises `numbers` [N, G]: levels [N, columns] and scales [N, columns / group], G padded to whole groups."""
+    middle = 2 ** (bits - 1)
+    blocks = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % group))).reshape(len(numbers), -1, group)
+    scales = np.abs(blocks).max(axis=-1) / np.float32(middle - 0.5)
+    by = scales[..., None]
+    levels = np.clip(np.rint(blocks / np.where(by == 0, 1, by)), -middle, middle - 1) + middle
+    return levels.astype(np.uint8).reshape(len(numbers), -1), scales

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import onnxruntime as ort
 
 from outrider.engine.ort import exact_biases
-from outrider.protocol.digest import cache_folder, make_cached, model_digest, read_json, replace_file, use_cached
+from outrider.protocol.digest import cache_folder, make_cached, model_digest, replace_file, use_cached
 from outrider.protocol.errors import ModelError, first_line
 from outrider.protocol.process import cpu_flags, physical_memory
 from outrider.protocol.worker_link import ANY_CORE, DRAFTER_CORE_VARIABLE
@@ -40,8 +40,11 @@ _SPIN_MICROSECONDS = "100"
 """How long an idle thread spins before it sleeps: longer than one thread's operations between those of all threads, but
 not so long that threads keep each other from the cores on a busy machine."""
 _TRIAL_PERIOD, _TRIAL_FORWARDS, _NEW_SHARE = 128, 3, 0.3
-_GRAPH_FILE, _WEIGHTS_FILE, _CHECKED_FILE = "graph.onnx", "weights.bin", "checked.json"
+_GRAPH_FILE, _WEIGHTS_FILE = "graph.onnx", "weights.bin"
 _CPU_FLAGS = ("amx_int8", "avx512_vnni", "avx512f", "avx_vnni", "avx2")
+SHRINKING_RUN = ort.RunOptions()
+"""The options of a run after which the session's arena frees the memory that is not in use."""
+SHRINKING_RUN.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 _SAVE_OPTIONS = {
     "session.save_external_prepacked_constant_initializers": "1",
     "session.optimized_model_external_initializers_file_name": _WEIGHTS_FILE,
@@ -192,20 +195,22 @@ class CachedGraph:
                 pass
 
     @property
+    def _check_file(self) -> Path:
+        """The file with the result of the check with as many threads, and +1 if there is a drafters' core."""
+        return self.folder / f"checked-{num_threads()}{'+1' if drafter_core() is not None else ''}"
+
+    @property
     def min_rows(self) -> int | None:
         """The number of rows that forwards must have, as found by the check with as many threads and cores; None: there
         was no such check yet."""
-        return self._checks().get(_cores_name())
+        with suppress(OSError, ValueError):
+            return int(self._check_file.read_text(encoding="utf-8"))
+        return None
 
     def record_check(self, min_rows: int) -> None:
         """Records that the graph, which this process has acquired, passed the check with this minimum of rows."""
         with suppress(OSError):
-            replace_file(self.folder / _CHECKED_FILE, json.dumps(self._checks() | {_cores_name(): min_rows}))
-
-    def _checks(self) -> dict[str, int]:
-        with suppress(ModelError, ValueError, TypeError):
-            return {cores: int(rows) for cores, rows in read_json(self.folder / _CHECKED_FILE).items()}
-        return {}
+            replace_file(self._check_file, str(min_rows))
 
 
 def _has_room(weight_bytes: int) -> bool:
@@ -261,14 +266,6 @@ def _create_session(source: bytes | str, options: Any, weights: dict[str, Any] |
         raise ModelError(f"ONNX Runtime refuses this model's graph: {first_line(error)}") from error
 
 
-@cache
-def arena_shrink_options() -> Any:
-    """Returns the options of a run after which the session's arena frees the memory that is not in use."""
-    options = ort.RunOptions()
-    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-    return options
-
-
 def num_threads() -> int:
     """Returns the number of threads, the same as the BLAS's (`orchestrator.machine.system`)."""
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -280,11 +277,6 @@ def drafter_core() -> str | None:
     have no core of their own."""
     given = os.environ.get(DRAFTER_CORE_VARIABLE, "")
     return given if given.isdigit() or given == ANY_CORE else None
-
-
-def _cores_name() -> str:
-    """Returns a name for the threads that forwards use: their number, and +1 if there is a drafters' core."""
-    return f"{num_threads()}" + ("+1" if drafter_core() is not None else "")
 
 
 @cache

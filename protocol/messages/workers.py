@@ -47,16 +47,14 @@ class Abilities(Record, frozen=True):
     """What a target can do, found by checks when it is loaded; it is asked for nothing else. `chains`: it verifies
     several tokens in one forward and can roll back the rejected ones.
 
-    Without `chains` it decodes one token at a time, and `why` explains it. `own_caches`: the model keeps its own caches
-    instead of the simpler ones that roll back at once. `takes_kv`: it can continue from keys and values of a prefill
-    worker. `trees`: it verifies trees of drafts, too. `ngrams`: it looks n-grams up itself, as the drafter `ngram`.
-    `all_cores`: its forwards can also use the drafters' core while they are idle (`Verify.all_cores`).
+    Without `chains` it decodes one token at a time, and `why` explains it. `takes_kv`: it can continue from keys and
+    values of a prefill worker. `trees`: it verifies trees of drafts, too. `ngrams`: it looks n-grams up itself, as the
+    drafter `ngram`. `all_cores`: its forwards can also use the drafters' core while they are idle (`Verify.all_cores`).
     `drafters` are the others in its process; `left_out` has a sentence for each that was requested and can't be used,
     or whose drafts will rarely be accepted.
     """
 
     chains: bool = True
-    own_caches: bool = False
     takes_kv: bool = False
     why: Text = ""
     trees: bool = False

@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureKVCache, HeadKVCache, PairKVCache
-from outrider.engine.flat import FlatSequence, Segment
+from outrider.engine.cache import FlatSequence
+from outrider.engine.flat import Segment
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from outrider.engine.cache import FlatSequence
 from outrider.engine.flat import FlatCache
-from outrider.engine.kv_cache import SeparateSequence
 from outrider.engine.load_checks import find_tree_form, probe_abilities
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft, ModelError
@@ -89,7 +89,7 @@ def test_cache_that_is_wrong_only_past_the_window_is_detected(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     model = loaded("gemma3_text", sliding_window=window)
-    assert not probe_abilities(without_ort(model)).own_caches
+    assert probe_abilities(without_ort(model)).chains
 
     sound = FlatCache.make_mask
 
@@ -99,7 +99,7 @@ def test_cache_that_is_wrong_only_past_the_window_is_detected(
         return sound(cache, n, return_array, window_size and window_size + 1)
 
     monkeypatch.setattr(FlatCache, "make_mask", mask_one_column_wider)
-    assert probe_abilities(without_ort(model)).own_caches
+    assert "past its window" in probe_abilities(without_ort(model)).why
 
 
 def test_sharp_attention_past_a_window_does_not_look_like_an_error(loaded: Loaded) -> None:
@@ -108,16 +108,15 @@ def test_sharp_attention_past_a_window_does_not_look_like_an_error(loaded: Loade
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             norm.weight = 6 * (1 + norm.weight) - 1
-    found = probe_abilities(without_ort(model))
-    assert found.chains and not found.own_caches
+    assert probe_abilities(without_ort(model)).chains
 
 
 def test_rollback_that_drops_too_little_is_detected(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sound = loaded("llama"), SeparateSequence.roll_back
-    monkeypatch.setattr(SeparateSequence, "roll_back", lambda kv, length: sound(kv, length + 1))
-    assert probe_abilities(without_ort(model)).own_caches  # their copies allow longer rollbacks
+    model, sound = loaded("llama"), FlatSequence.roll_back
+    monkeypatch.setattr(FlatSequence, "roll_back", lambda kv, length: sound(kv, length + 1))
+    assert not probe_abilities(without_ort(model)).chains
 
-    monkeypatch.setattr(SeparateSequence, "roll_back", lambda kv, length: None)
+    monkeypatch.setattr(FlatSequence, "roll_back", lambda kv, length: None)
     found = probe_abilities(without_ort(model))
     assert not found.chains
     assert found.why.startswith("a llama model can't verify several tokens at once (")

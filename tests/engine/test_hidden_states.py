@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.base import create_attention_mask
 
-from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
+from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
@@ -50,8 +49,8 @@ def max_error(model: LoadedModel, tokens: list[int], start: int, rows: mx.array)
     return float(mx.abs(rows - own).max().item())
 
 
-def tap(model: LoadedModel, kv_cache: KVCache, **others: Any) -> KVCache:
-    kv_cache.tap_hidden_states(HiddenStates(model.model, POINTS, **others))
+def tap(model: LoadedModel, kv_cache: KVCache) -> KVCache:
+    kv_cache.tap_hidden_states(HiddenStates(model.model, HiddenStateReader(POINTS)))
     return kv_cache
 
 
@@ -129,7 +128,7 @@ def truth_of(model: LoadedModel, prompt: list[int], params: SamplingParams, coun
 def test_forward_without_a_reader_holds_no_hidden_rows(loaded: Loaded) -> None:
     """Neither during the forward nor after it."""
     model = loaded()
-    hidden_states = HiddenStates(model.model, POINTS)
+    hidden_states = HiddenStates(model.model, HiddenStateReader(POINTS))
     kv_cache = FlatKVCache(model.model)
     kv_cache.tap_hidden_states(hidden_states)
     sequence, during = kv_cache.open(), []
@@ -153,15 +152,30 @@ def test_fuse_is_applied_to_all_tapped_rows(loaded: Loaded) -> None:
     tap(model, plain)
     own: list[mx.array] = []
     plain.forward([Feed(plain.open(), [5, 6, 7], 3, hidden=own.append)])
-    fused.tap_hidden_states(HiddenStates(model.model, POINTS, fuse=lambda rows: rows @ mix))
+    fused.tap_hidden_states(HiddenStates(model.model, HiddenStateReader(POINTS, lambda rows: rows @ mix)))
     rows: list[mx.array] = []
     fused.forward([Feed(fused.open(), [5, 6, 7], 3, hidden=rows.append)])
     assert rows[0].shape == (3, 5) and mx.allclose(rows[0], own[0] @ mix, atol=1e-3)
 
 
+def test_each_reader_gets_its_own_rows(loaded: Loaded) -> None:
+    model, rows = loaded(), list[mx.array]()
+    kv_cache = FlatKVCache(model.model)
+    half = HiddenStateReader(HiddenStatePoints((2, 0)), lambda x: x.astype(mx.float16))
+    norm = HiddenStateReader(HiddenStatePoints((2,), after_norm=True), lambda x: x + 1)
+    early = HiddenStateReader(HiddenStatePoints(before_norm=True))
+    kv_cache.tap_hidden_states(HiddenStates(model.model, half, norm, early))
+    texts = [kv_cache.open(), kv_cache.open()]
+    kv_cache.forward([Feed(texts[0], [9, 8], 1), Feed(texts[1], [5, 6, 7], 1, hidden=lambda *own: rows.extend(own))])
+    first, last, before, after = mx.split(expected_rows(model, [5, 6, 7]), 4, axis=-1)
+    assert rows[0].dtype == mx.float16
+    expected = mx.concatenate([last, first], axis=-1), mx.concatenate([last, after], axis=-1) + 1, before
+    assert all(mx.allclose(own, truth, atol=2e-2) for own, truth in zip(rows, expected, strict=True))
+
+
 def test_failed_forward_leaves_no_hidden_rows_behind(loaded: Loaded) -> None:
     model = loaded()
-    hidden_states = HiddenStates(model.model, POINTS)
+    hidden_states = HiddenStates(model.model, HiddenStateReader(POINTS))
     kv_cache = SeparateKVCache(model.model)
     kv_cache.tap_hidden_states(hidden_states)
 
@@ -179,8 +193,8 @@ def test_tapping_keeps_the_logits_classes_and_weight_names(loaded: Loaded) -> No
     layer = model.model.model.layers[0]
     kind, names = type(layer), sorted(layer.parameters())
     before = model.model(tokens)
-    HiddenStates(model.model, POINTS)
-    HiddenStates(model.model, POINTS)  # layers are not wrapped twice
+    HiddenStates(model.model, HiddenStateReader(POINTS))
+    HiddenStates(model.model, HiddenStateReader(POINTS))  # layers are not wrapped twice
     assert isinstance(layer, kind) and type(layer).__module__ == kind.__module__
     assert sorted(layer.parameters()) == names and type(layer).__mro__[2].__name__ == "TransformerBlock"
     assert mx.array_equal(model.model(tokens), before)
@@ -195,7 +209,7 @@ def test_tapping_keeps_the_logits_classes_and_weight_names(loaded: Loaded) -> No
 )
 def test_unknown_layer_is_refused(loaded: Loaded, points: HiddenStatePoints, sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
-        HiddenStates(loaded().model, points)
+        HiddenStates(loaded().model, HiddenStateReader(points))
 
 
 def test_model_without_a_known_norm_is_refused(loaded: Loaded) -> None:
@@ -205,4 +219,4 @@ def test_model_without_a_known_norm_is_refused(loaded: Loaded) -> None:
             self.layers = [nn.Linear(4, 4)]
 
     with pytest.raises(ModelError, match="final norm can't be found"):
-        HiddenStates(Bare(), HiddenStatePoints(after_norm=True))
+        HiddenStates(Bare(), HiddenStateReader(HiddenStatePoints(after_norm=True)))

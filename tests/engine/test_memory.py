@@ -17,7 +17,6 @@ from outrider.engine.kv_cache import Feed, FlatKVCache
 from outrider.engine.load_checks import measure_sequence_cost, open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.memory import PeakMemory, release_memory, release_pages
-from outrider.engine.prompt_cache import CachedPrefix
 
 PAGE = 4096
 
@@ -100,7 +99,7 @@ def test_saved_prefix_is_copied_into_the_buffers_in_use(loaded: Callable[..., Lo
     kv_cache.forward([Feed(first, [5] * 40, 0, True), Feed(second, [6], 1)])
     views = [cache.views for cache in kv_cache._layers]
     second.roll_back(0)
-    kv_cache.adopt(second, CachedPrefix(kv_cache.save(first, 30), 30))
+    kv_cache.adopt(second, kv_cache.save(first, 30))
     kv_cache.forward([Feed(second, [5], 1)])
     assert [cache.views for cache in kv_cache._layers] == views
 
@@ -124,15 +123,13 @@ def test_rows_become_shorter_when_the_longest_text_ends(loaded: Callable[..., Lo
     assert np.allclose(np.array(kv_cache.forward([Feed(short, [8], 1)])), np.array(expected), atol=1e-4)
 
 
-def test_memory_is_given_back_when_idle_or_after_many_texts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_given_back_after_many_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     released_at: list[int] = []
-    monkeypatch.setattr(memory, "release_memory", lambda: released_at.append(number))
     peak = PeakMemory()
-    for number in range(200):
-        peak.count_ended_text(idle=number % 100 == 99)
-    assert released_at == [63, 99, 163, 199]
+    monkeypatch.setattr(memory, "release_memory", lambda: released_at.append(peak._ended_texts))
+    for _ in range(70):
+        peak.count_ended_text()
+    assert released_at == [32, 64]
 
 
 @pytest.mark.skipif(memory.mx.default_device().type != memory.mx.cpu, reason="on a GPU, MLX counts it")

@@ -13,9 +13,9 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 from mlx_lm.utils import load_model
 
+from outrider.engine.flat import TokenRope, patch_ropes
 from outrider.engine.hidden_states import add_mixin
 from outrider.engine.ort.layers import check_rope
-from outrider.engine.positions import TokenRope, patch_ropes
 from outrider.protocol.errors import ModelError
 
 POSITIONS = [7, 3, 3, 900, 0, 55]

@@ -15,7 +15,7 @@ from outrider.engine.kv_cache import CacheSlot, Feed
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
 from outrider.engine.load_checks import TreeForm, find_tree_form, measure_tree_cost, open_kv_cache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, CachedPrefix, PromptCache, SavedPrefix
+from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, PromptCache, SavedPrefix
 from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
@@ -147,7 +147,7 @@ def test_text_begun_from_a_copy_has_the_logits_of_a_full_read(loaded: Loaded, fa
     lengths = [70] if copy.states else [70, 44, 1]
     for length in lengths:
         begun = kv_cache.open()
-        kv_cache.adopt(begun, CachedPrefix(copy, length))
+        kv_cache.adopt(begun, copy.cut(length))
         logits = kv_cache.forward([Feed(others, [7, 8], 2), Feed(begun, prompt[length:], 2)])
         own = model.model(mx.array([prompt]))[0, -2:]
         assert float(mx.abs(logits[2:] - own).max().item()) < 1e-3
@@ -177,7 +177,7 @@ def test_interrupted_slot_saves_only_committed_tokens(loaded: Loaded, family: st
     copy = slot.save(len(slot.tokens))
     assert copy.length == (50 if slot.sequence.exact else 49)
     begun = CacheSlot(model, kv_cache, [*prompt, 5, 6], SamplingParams())
-    begun.begin(CachedPrefix(copy, copy.length))
+    begun.begin(copy)
     own = model.model(mx.array([begun.tokens]))[0, -1]
     assert float(mx.abs(begun.forward(begun.unfed)[-1] - own).max().item()) < 1e-3
 

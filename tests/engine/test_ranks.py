@@ -13,15 +13,15 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
-from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
+from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader, HiddenStates
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.engine.prompt_cache import SavedPrefix
 from outrider.engine.ranks import MirroredKVCache, RankFollower, Ranks
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.errors import ModelError, OutriderError
-from outrider.protocol.messages import Message, TextForward
+from outrider.protocol.messages import Message
 
 
 class FakeCollective:
@@ -60,14 +60,11 @@ class TwoRanks:
             self.texts.forward(feeds)
         finally:
             for message in self._sent:
-                if isinstance(message, TextForward):
-                    self.follower.forward(message)
-                else:
-                    self.follower.change(message)  # type: ignore[arg-type]
+                self.follower.apply(message)  # type: ignore[arg-type]
             self._sent.clear()
 
     def adopt(self, text: Any, saved: SavedPrefix) -> None:
-        self.texts.adopt(text, CachedPrefix(saved, saved.length))
+        self.texts.adopt(text, saved)
 
     def check(self) -> None:
         """Checks that both ranks' caches are equal."""
@@ -137,7 +134,7 @@ def test_copy_that_fails_on_rank_0_is_not_made_by_followers(
 
 def test_hidden_rows_are_read_on_rank_0_only(tiny_model: Callable[..., Path]) -> None:
     ranks, rows = TwoRanks(tiny_model("llama")), list[mx.array]()
-    ranks.texts.tap_hidden_states(HiddenStates(ranks.model.model, HiddenStatePoints((1,))))
+    ranks.texts.tap_hidden_states(HiddenStates(ranks.model.model, HiddenStateReader(HiddenStatePoints((1,)))))
     ranks.forward([Feed(ranks.texts.open(), [5, 6, 7], 1, hidden=rows.append)])
     ranks.check()
     assert [r.shape for r in rows] == [(3, 64)] and mx.isfinite(rows[0]).all()

@@ -14,11 +14,11 @@ import pytest
 import scipy
 
 from outrider.drafters.mlx import MlxDrafter
+from outrider.engine.flat import TokenRope
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
 from outrider.engine.load_checks import find_tree_form, open_kv_cache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.positions import TokenRope
 from outrider.engine.sampling import Sampler
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
 from outrider.protocol.errors import InvalidRequest, ModelError

@@ -237,7 +237,7 @@ AS_TEXT = r'{"grammars": [{"lark_grammar": "start: %json {\"m\\u0075ltipleO\u006
 )
 def test_grammar_that_cannot_be_compiled_is_refused_with_a_reason(kind: str, text: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        check_grammar(Grammar(kind, text))
+        check_grammar(Grammar(kind, text), Vocabulary())
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_grammar_that_cannot_be_compiled_is_refused_with_a_reason(kind: str, tex
     ],
 )
 def test_valid_grammar_is_accepted(kind: str, text: str) -> None:
-    check_grammar(Grammar(kind, text))
+    check_grammar(Grammar(kind, text), Vocabulary())
     assert unpack_mask(constraint(Grammar(kind, text)).allowed([[]])[0])
 
 
@@ -326,14 +326,14 @@ def test_grammar_that_no_text_ends_can_be_followed(text: str, as_part: bool) -> 
     """What it forces never ends either. In a process of its own, because a hang of the library can't be interrupted."""
     program = f"""
 import json
-from outrider.grammar.compiler import GrammarCompiler, as_part, check_grammar
+from outrider.grammar.compiler import GrammarCompiler, Vocabulary, as_part, check_grammar
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.protocol.sampling import Grammar
 grammar = Grammar("grammar", {text!r})
 if {as_part}:
     parts = [{{"name": "answer", "lark_grammar": 'start: "y" @form'}}, as_part(grammar, "form")]
     grammar = Grammar("llguidance", json.dumps({{"grammars": parts}}))
-check_grammar(grammar)
+check_grammar(grammar, Vocabulary())
 constraint = GrammarCompiler(TINY_TARGET).constraint(grammar, [0], 0)
 tokens = []
 for _ in range(40):

@@ -24,7 +24,7 @@ from outrider.drafters.heads.eagle3 import Eagle3, build
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.mtp import Mtp
 from outrider.drafters.heads.redrafter import Redrafter
-from outrider.engine import positions
+from outrider.engine.flat import patch_ropes
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.layers import DecoderLayers
@@ -156,7 +156,7 @@ def mtp_head(target: LoadedModel) -> Mtp:
     mx.random.seed(4)
     block = llama.TransformerBlock(target.model.args)
     head = Mtp(H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024))
-    positions.patch_ropes(head)
+    patch_ropes(head)
     return head
 
 
@@ -196,7 +196,7 @@ def latent_head(target: LoadedModel) -> Mtp:
     args = deepseek_v3.ModelArgs.from_dict({**sizes, "hidden_size": H, "num_attention_heads": 4})
     block = deepseek_v3.DeepseekV3DecoderLayer(args, LAYERS)
     head = Mtp(H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024), together=False)
-    positions.patch_ropes(head)
+    patch_ropes(head)
     return head
 
 

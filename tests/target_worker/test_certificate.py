@@ -50,10 +50,10 @@ def test_output_of_the_model_itself_is_certified(model, params):
     assert report.context_length == model.context_length and reported == [(16, LENGTH)]
 
 
-def test_output_of_a_model_that_needs_its_own_caches_is_certified(tmp_path):
+def test_output_of_a_model_that_only_decodes_is_certified(tmp_path):
     """A model with a window of its own, which the text exceeds."""
     model = load(write_model(tmp_path / "plamo3", config_of("plamo3")))
-    assert probe_abilities(model).own_caches
+    assert not probe_abilities(model).chains
     claim = true_claim(model, SamplingParams(temp=1.0, seed=3), 3 * WINDOW)
     assert certify(model, claim).identical == len(claim.generated)
 

@@ -14,7 +14,7 @@ from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.kv_rows import PairKVRows
 from outrider.drafters.heads.trees import HeadTree
-from outrider.engine.hidden_states import HiddenStates
+from outrider.engine.hidden_states import HiddenStateReader, HiddenStates
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
@@ -87,7 +87,7 @@ def check_state(chat: Conversation, running: TargetRequest) -> None:
     known = len(draft.tree.pairs)
     assert known + draft.features.count == len(tokens) - 1 and known > 0
     rows: list[mx.array] = []
-    hidden_states = HiddenStates(chat.model.model, chat.head.points, chat.head.fuse)
+    hidden_states = HiddenStates(chat.model.model, HiddenStateReader(chat.head.points, chat.head.fuse))
     hidden_states.forward(lambda: chat.model.model(mx.array([tokens]))[0], [(len(tokens), rows.append)])
     fresh = HeadDrafter(chat.head, chat.model.vocab_size)
     again = fresh.open_draft(SamplingParams())

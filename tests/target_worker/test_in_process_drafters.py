@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import cycle
 from pathlib import Path
-from types import SimpleNamespace
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -16,7 +14,6 @@ from outrider.drafters.growth import Continuation
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDraft, NgramDrafter
-from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReaders
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Autonomous, Halt, InProcess, Open, Outcome, Verify
 from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, PRIOR_COPIED, NgramTable
@@ -192,19 +189,6 @@ def test_drafter_beside_others_drafts_the_chains_of_a_single_drafter(target: Loa
             if name_of_drafter == name and a.base_len in chains_of_single
         ]
         assert shared and all(before == now for before, now in shared)
-
-
-def test_hidden_states_of_several_readers_are_tapped_once_and_split() -> None:
-    rows = mx.arange(24, dtype=mx.float32).reshape(2, 12)  # layers 1, 3, before the norm, after it: 3 wide
-    half = SimpleNamespace(points=HiddenStatePoints((3, 1)), fuse=lambda x: x.astype(mx.float16))
-    norm = SimpleNamespace(points=HiddenStatePoints((3,), after_norm=True), fuse=lambda x: x + 1)
-    early = SimpleNamespace(points=HiddenStatePoints(before_norm=True), fuse=lambda x: x)
-    readers = HiddenStateReaders([half, norm, early])
-    assert readers.points == HiddenStatePoints((1, 3), True, True)
-    first, second, third = readers.split(readers.fuse(rows))
-    assert first.dtype == mx.float16 and first[0].tolist() == [3, 4, 5, 0, 1, 2]
-    assert second[0].tolist() == [4, 5, 6, 10, 11, 12]
-    assert third[1].tolist() == [18, 19, 20]
 
 
 def test_unusable_drafter_is_left_out_with_a_reason(target: LoadedModel, tmp_path: Path) -> None:

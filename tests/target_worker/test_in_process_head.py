@@ -19,7 +19,7 @@ from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.load import Agreement, measure_agreement
 from outrider.drafters.heads.load import load as load_head
 from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED
-from outrider.engine.hidden_states import HiddenStates
+from outrider.engine.hidden_states import HiddenStateReader, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
@@ -211,7 +211,7 @@ def test_head_state_after_any_acceptance_equals_one_read_at_once(target: LoadedM
     head = make_head(target)
     own, kv_cache = drafter(head, target), open_kv_cache(target)
     assert isinstance(kv_cache, FlatKVCache)
-    kv_cache.tap_hidden_states(HiddenStates(target.model, head.points, head.fuse))
+    kv_cache.tap_hidden_states(HiddenStates(target.model, HiddenStateReader(head.points, head.fuse)))
     slots = [CacheSlot(target, kv_cache, [50 + n, 60, *range(70, 90)], SamplingParams()) for n in range(3)]
     drafts = [own.open_draft(SamplingParams()) for _ in slots]
     received: list[list[mx.array]] = [[] for _ in slots]

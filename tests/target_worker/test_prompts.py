@@ -191,7 +191,7 @@ def test_finished_and_cancelled_requests_free_all_their_rows(model: LoadedModel)
     worker_under_test.exchange(open_request("long", [7] * 990))
     assert worker_under_test.use.bytes == 0, "only this request has reserved memory"
     worker_under_test.exchange(Close("long"), KvMemory(0))
-    assert not any(worker_under_test.worker._kv_cache.state()), "every row was given back"
+    assert not worker_under_test.worker._kv_cache._sequences, "every row was given back"
 
 
 def test_request_that_waits_for_a_prefix_read_elsewhere_leaves_the_worker_idle(model: LoadedModel) -> None:
