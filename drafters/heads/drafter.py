@@ -13,7 +13,14 @@ from outrider.drafters.fan_out import Calibration
 from outrider.drafters.growth import MAX_CHILDREN, ChainAlternatives, Continuation, Steps
 from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, BlockHead, Head
 from outrider.drafters.heads.kv_rows import MAX_PENDING_PAIRS, BlockKVRows, MaskedKVRows, PairKVRows
-from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED, FeatureBuffer, FeatureKVCache, SavedPairs, make_kv_cache
+from outrider.drafters.heads.pair_kv_cache import (
+    MAX_BUFFERED,
+    FeatureBuffer,
+    FeatureKVCache,
+    HeadKVCache,
+    PairKVCache,
+    SavedPairs,
+)
 from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairTree
 from outrider.drafters.work_ahead import DraftTurn
 from outrider.engine.ort.forward import OrtForward
@@ -40,27 +47,22 @@ UNTRAINED_PREFIX_NOTE = (
 class HeadDrafter(Drafter):
     """A `Drafter` with `head`, and a drafter in the target's process.
 
-    `note` is a note for users; `is_weak`: it says why few drafts will be accepted. `agreement`: how often the head
-    predicted the target's next token in a trial, if there was one; `features`: the required source of the features.
+    `is_weak`: its `note` says why few drafts will be accepted. `agreement`: how often the head predicted the target's
+    next token in a trial; None: there was none.
     """
 
+    agreement: float | None = None
+    is_weak = False
+
     def __init__(
-        self,
-        head: Head,
-        vocab_size: int,
-        note: str = "",
-        cpu: OrtForward | None = None,
-        agreement: float | None = None,
-        backend: str = "",
-        features: str = "",
+        self, head: Head, vocab_size: int, cpu: OrtForward | None = None, backend: str = "", features: str = ""
     ) -> None:
         """`vocab_size`: the target's. `cpu` computes the head's forwards; None: MLX does."""
-        self.head, self.note, self.agreement, self.backend, self.features = head, note, agreement, backend, features
+        self.head, self.backend, self.features = head, backend, features
         self.vocab_size, self.context_length, self.weight_bytes = vocab_size, head.context_length, head.weight_bytes
-        self.is_weak = bool(note)
         self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
-        self.kv_cache = make_kv_cache(head, cpu)
+        self.kv_cache: HeadKVCache = FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, cpu)
         self.calibration = Calibration()
 
     def make_tree(self, sampler: Sampler, draws: Draws | None) -> TokenTree:
@@ -95,15 +97,15 @@ def make_for_draft_worker(
     Raises:
         CannotDraft: it can't continue where the target's features have not arrived yet.
     """
-    note = ""
+    drafter = HeadDrafter(head, vocab_size, cpu, backend, features)
     if isinstance(head, BlockHead):
         if head.link is not None and head.link.is_recurrent:
             raise CannotDraft(
                 f"the state of this {backend} head starts anew with each block, so it can't continue from an outcome"
                 " inside one; use head_in target"
             )
-        note = "" if head.sees_prefixes else UNTRAINED_PREFIX_NOTE
-    return HeadDrafter(head, vocab_size, note, cpu, backend=backend, features=features)
+        drafter.note = "" if head.sees_prefixes else UNTRAINED_PREFIX_NOTE
+    return drafter
 
 
 class HeadDraft:

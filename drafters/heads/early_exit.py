@@ -34,7 +34,7 @@ from outrider.protocol.sampling import SamplingParams
 
 _MAX_CHAIN_TOKENS = 8
 _TRIAL_TOKENS = 64
-_MIN_AGREEMENT = 0.1
+MIN_AGREEMENT = 0.1  # a head of this target agrees far more often, an untrained one far less often
 _MAX_TRIED_EXITS = 8  # numbers of layers; each needs the output layer over the whole trial text
 
 
@@ -181,8 +181,8 @@ class ExitDrafter(HeadDrafter):
 
     def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float, is_weak: bool) -> None:
         self.layers = FirstLayers(target.model, exit.exit_layer)
-        super().__init__(exit, target.vocab_size, note, agreement=agreement)
-        self.is_weak = is_weak
+        super().__init__(exit, target.vocab_size)
+        self.note, self.agreement, self.is_weak = note, agreement, is_weak
 
 
 def load(folder: Path, target: LoadedModel) -> ExitDrafter:
@@ -233,7 +233,7 @@ def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDra
     exit = _make_exit(target, settings.exit_layer, adapter)
     (agreement,) = measure_agreements(target, [exit]).values()
     other = find_target_mismatch(folder, target.folder)
-    if other and agreement < _MIN_AGREEMENT:
+    if other and agreement < MIN_AGREEMENT:
         raise CannotDraft(
             f"{name}: {other}, and never agrees with this one; expected an adapter trained for this target"
         )
@@ -241,9 +241,9 @@ def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDra
     note = f"drafting with {used}: {agreement:.0%} of a trial text's tokens agree"
     if other:
         note += f"; {other}"
-    if agreement < _MIN_AGREEMENT:
+    if agreement < MIN_AGREEMENT:
         note += ": few drafts will be accepted; use an adapter trained for this target"
-    return ExitDrafter(exit, target, note, agreement, bool(other) or agreement < _MIN_AGREEMENT)
+    return ExitDrafter(exit, target, note, agreement, bool(other) or agreement < MIN_AGREEMENT)
 
 
 def _check_target(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:

@@ -132,13 +132,6 @@ class BlockLink(nn.Module):  # type: ignore[misc]
         vectors [R, H], and the new memory."""
         raise NotImplementedError
 
-    def best(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
-        """Returns the best token [R] of slots that begin a chain, by their logits [R, V] and the tokens `before`."""
-        few = mx.argpartition(-logits, kth=LINK_CANDIDATES - 1, axis=-1)[:, :LINK_CANDIDATES]
-        gains, _ = self(before, hidden, few, self.begin(before.shape[0]))
-        best = mx.argmax(mx.take_along_axis(logits, few, axis=-1) + gains, axis=-1, keepdims=True)
-        return mx.take_along_axis(few, best, axis=-1)[:, 0]
-
 
 class Markov(BlockLink):
     """DSpark's Markov head: `kind` vanilla, gated (by the slot's vector) or rnn (with a memory of the chain)."""

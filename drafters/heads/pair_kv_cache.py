@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.head import BlockHead, Head, PairHead
+from outrider.drafters.heads.head import BlockHead, PairHead
 from outrider.engine.flat import FlatRows, Floats, Ints, NodeSegment, Segment
 from outrider.engine.kv_rows import Row
 from outrider.engine.ort.forward import OrtForward
@@ -91,11 +91,10 @@ class FeatureKVCache(FlatRows):
     """The features of a block head's texts. Blocks' own keys and values are written after them, and overwritten by the
     next blocks."""
 
-    def __init__(self, head: BlockHead, from_anchor: bool | None = None) -> None:
-        """`from_anchor` overrides the head's own setting."""
+    def __init__(self, head: BlockHead) -> None:
         super().__init__(head)
         self.head, self.dtype = head, head.dtype
-        self.extra_masks = 0 if (head.from_anchor if from_anchor is None else from_anchor) else 1
+        self.extra_masks = 0 if head.from_anchor else 1
 
     def read_features(self, features: mx.array, segments: Sequence[Segment]) -> None:
         """Reads features [T, W], segment by segment. Lazy."""
@@ -126,11 +125,6 @@ class FeatureKVCache(FlatRows):
 
 
 HeadKVCache = PairKVCache | FeatureKVCache
-
-
-def make_kv_cache(head: Head, cpu: OrtForward | None = None) -> HeadKVCache:
-    """Returns a new KV cache for a head of this kind; `cpu` computes its forwards."""
-    return FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, cpu)
 
 
 def _positions_in_blocks(lengths: Ints) -> Ints:

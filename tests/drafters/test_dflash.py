@@ -14,7 +14,6 @@ import pytest
 from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.dflash import DFlash, build
 from outrider.drafters.heads.drafter import HeadDrafter
-from outrider.drafters.heads.load import _predict_tokens as predict_tokens
 from outrider.drafters.heads.pair_kv_cache import FeatureKVCache
 from outrider.engine.hidden_states import find_backbone, register_forward_hook
 from outrider.engine.loading import load
@@ -101,16 +100,6 @@ def test_markov_links_change_the_reference_chain(tmp_path: Path) -> None:
         plain = truth.logits(truth.hidden(features, TEXTS[0][30], layout.depth)).argmax(axis=-1).tolist()
         linked = layout.markov or layout.convolves
         assert (truth.chain(features, TEXTS[0][30], layout.depth) != plain) == bool(linked), name
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_trial_with_the_target_predicts_with_the_markov_head(tmp_path: Path, name: str) -> None:
-    """For `measure_agreement`, which compares the token predicted after each token of a text with the target's."""
-    head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
-    features = head.fuse(mx.array(ROWS[0][:12]))
-    found = predict_tokens(FeatureKVCache(head), mx.array(TEXTS[0][1:13], mx.int32), features)
-    rows = [truth.fuse(ROWS[0][: place + 1]) for place in range(12)]
-    assert found.tolist() == [truth.chain(part, TEXTS[0][len(part)], 1, None, 1.0)[0] for part in rows]
 
 
 @pytest.mark.parametrize("name", ["z-lab", "DeepSpec"])
