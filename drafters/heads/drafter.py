@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.drafters.fan_out import Calibration
 from outrider.drafters.growth import MAX_CHILDREN, ChainAlternatives, Continuation, Steps
-from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, BlockHead, Head
+from outrider.drafters.heads.head import BlockHead, Head
 from outrider.drafters.heads.kv_rows import MAX_PENDING_PAIRS, BlockKVRows, MaskedKVRows, PairKVRows
 from outrider.drafters.heads.pair_kv_cache import (
     MAX_BUFFERED,
@@ -28,7 +28,7 @@ from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import CannotDraft, ModelFault, OutriderError, wrap_model_errors
+from outrider.protocol.errors import CannotDraft, OutriderError, wrap_model_errors
 from outrider.protocol.messages import InProcess
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
@@ -206,12 +206,7 @@ class HeadDraft:
         nodes = [(yield from tree.read_in_steps(self._tokens[tree.committed_len : self._length], depth))]
         for remaining in range(depth - 1, 0, -1):
             nodes += yield tree, TreeFeed(nodes[-1:], [None], [remaining])
-        sound = tree.is_finite(nodes[0])
-        if isinstance(sound, mx.array):
-            mx.async_eval(sound)  # type: ignore[no-untyped-call]  # together with the tokens
         chain = tuple(tree.best(nodes))
-        if not sound:
-            raise ModelFault(NOT_FINITE_MESSAGE)
         if self._min_prob < 1.0:
             self._proposed = ChainAlternatives.of(chain, tree.candidates(nodes, MAX_CHILDREN))
             return self._proposed.tree(self._drafter.calibration, self._min_prob)

@@ -18,7 +18,6 @@ import msgspec
 from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Layer, find_target_mismatch
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import PairHead
-from outrider.drafters.heads.kv_rows import LazyBool, are_finite
 from outrider.drafters.heads.trees import HeadTree
 from outrider.engine.flat import FlatSequence
 from outrider.engine.hidden_states import FirstLayers, HiddenStatePoints, HiddenStates, find_backbone, find_final_norm
@@ -139,7 +138,6 @@ class ExitKVRows(KVRows):
 
     def __init__(self, drafter: ExitDrafter, sequence: FlatSequence) -> None:
         self._drafter, self._sequence = drafter, sequence
-        self._vectors = mx.zeros((0, 0))  # of the last forward's tokens
 
     @staticmethod
     def forward(texts: Sequence[ExitKVRows], new: Sequence[NewRows]) -> mx.array:
@@ -149,18 +147,10 @@ class ExitKVRows(KVRows):
             for text, rows in zip(texts, new, strict=True):
                 text._sequence.length = rows.start
             kv_cache = cast(FlatKVCache, texts[0]._sequence.rows)  # the target's, as `load` has checked
-            vectors = kv_cache.first(drafter.layers, feeds)
+            return drafter.head.logits(kv_cache.first(drafter.layers, feeds))
         finally:
             for text, length in zip(texts, fed, strict=True):
                 text._sequence.length = length
-        end = 0
-        for text, feed in zip(texts, feeds, strict=True):
-            text._vectors, end = vectors[end : end + feed.count], end + feed.count
-        return drafter.head.logits(vectors)
-
-    def is_finite(self, column: int) -> LazyBool:
-        """Whether the vectors of the last forward are finite. A chain's nodes depend on all nodes before them."""
-        return are_finite(self._vectors)
 
 
 class ExitDraft(HeadDraft):

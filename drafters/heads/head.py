@@ -17,8 +17,6 @@ from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.ort.layers import DecoderLayers
 from outrider.protocol.errors import ModelError
 
-NOT_FINITE_MESSAGE = "the head's vectors are not finite: its weights or the target's rows exceed its number format"
-
 
 class HeadModule(nn.Module):  # type: ignore[misc]
     """Shapes: T pairs, R rows, W the width of features, H that of the head, V the target's vocabulary.

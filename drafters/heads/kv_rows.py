@@ -15,7 +15,6 @@ from weakref import finalize
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.head import NOT_FINITE_MESSAGE
 from outrider.drafters.heads.layers import BlockLink
 from outrider.drafters.heads.pair_kv_cache import (
     DraftBlock,
@@ -29,13 +28,9 @@ from outrider.drafters.heads.pair_kv_cache import (
 from outrider.engine.flat import Ints, NodeSegment, Segment
 from outrider.engine.kv_rows import KVRows, NewRows, Row, gather_rows, join_arrays
 from outrider.engine.prompt_cache import SavedPrefix
-from outrider.protocol.errors import ModelFault
 
 _READ_CHUNK_TOKENS = 512
 MAX_PENDING_PAIRS = 32  # more committed pairs are read as a prompt is: other texts would be padded to their number
-
-LazyBool = mx.array | np.bool_
-"""A bool, which may be lazy."""
 
 
 class FeatureKVRows(KVRows):
@@ -80,11 +75,6 @@ class PairKVRows(FeatureKVRows):
         """Whether it was fed a stand-in for a feature that has arrived since."""
         return column in self._guessed and self._guessed[column] in self.features
 
-    def is_finite(self, column: int) -> LazyBool:
-        """Whether its vector is finite."""
-        vectors, row = self._stand_ins[column]
-        return are_finite(vectors[row])
-
     def prefill(self, tokens: Sequence[int], start: int = 0) -> int:
         """Implements `KVRows.prefill`, for all `tokens`, whose features have arrived. A few wait for the next
         forward."""
@@ -110,10 +100,8 @@ class PairKVRows(FeatureKVRows):
     def _read(self, tokens: Sequence[int], features: Any) -> None:
         segment = Segment(self.sequence.row, self.sequence.length, len(tokens), long=True)
         fed = np.array(tokens, np.int32), mx.array(features).astype(self.kv_cache.dtype)
-        vector, _ = self.kv_cache.feed(*fed, [segment], np.array([len(tokens) - 1]))
+        self.kv_cache.feed(*fed, [segment], np.array([len(tokens) - 1]))
         mx.eval(self.kv_cache.state())
-        if not are_finite(vector):
-            raise ModelFault(NOT_FINITE_MESSAGE)
         self.sequence.length = segment.end
 
     def save(self, count: int) -> SavedPrefix:
@@ -206,13 +194,6 @@ class PairBatch:
         )
 
 
-def are_finite(numbers: Features) -> LazyBool:
-    """Returns whether all of them are finite."""
-    if isinstance(numbers, mx.array):
-        return mx.isfinite(numbers).all()
-    return np.bool_(np.isfinite(numbers).all())
-
-
 def gather(rows: Sequence[Row]) -> mx.array:
     """Returns the rows as one array [T, W]."""
     return mx.array(gather_rows(rows))
@@ -254,11 +235,6 @@ class SlotKVRows(FeatureKVRows):
         """Returns the next slot of this column's block, after the block's own choice; None after the last one."""
         slot = self._slots[column]
         return BlockSlot(slot.block, slot.index + 1, slot.memory) if slot.index + 1 < slot.block.slots else None
-
-    def is_finite(self, column: int) -> LazyBool:
-        """Whether its block's vectors are finite."""
-        block = self._slots[column].block
-        return are_finite(block.hidden[block.row : block.row + block.slots])
 
     def keep(self, prefix: int, columns: Ints) -> None:
         super().keep(prefix, columns)

@@ -14,11 +14,9 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.growth import Steps
-from outrider.drafters.heads.head import NOT_FINITE_MESSAGE
 from outrider.drafters.heads.kv_rows import (
     BlockKVRows,
     BlockSlot,
-    LazyBool,
     MaskedKVRows,
     PairKVRows,
     gather,
@@ -31,7 +29,6 @@ from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import CandidateStep, Step, make_step
 from outrider.engine.tree import NO_PARENT, Tree, TreeInput, TreeLayout
-from outrider.protocol.errors import ModelFault
 from outrider.protocol.trees import TreeFeed
 
 
@@ -85,19 +82,9 @@ class HeadTree(Tree):
     def close(self, discard: bool = False) -> None:
         super().close(discard or not self.pairs)
 
-    def is_finite(self, node: int) -> LazyBool:
-        """Whether the vector after a node is finite."""
-        sound: LazyBool = self.kv_rows.is_finite(self._node(node).column)
-        return sound
-
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
         """Adds the features [N, W] of tokens from `position` on."""
         self.kv_rows.add_features(position, rows)
-
-    def _feed_root(self, token: int) -> None:
-        super()._feed_root(token)
-        if not self.is_finite(self.root):
-            raise ModelFault(NOT_FINITE_MESSAGE)
 
 
 class PairTree(HeadTree):

@@ -163,18 +163,12 @@ def test_first_layer_of_a_target_with_empty_layers_drafts_perfectly(tmp_path: Pa
     assert mean_accepted(run(markov, own, temp, 4)) < 1
 
 
-def test_non_finite_rows_end_only_the_drafting(
-    target: LoadedModel,
-    alone: Alone,
-    drafters: Callable[[float], HeadDrafter],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_non_finite_rows_change_no_text(
+    target: LoadedModel, alone: Alone, drafters: Callable[[float], HeadDrafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = drafters(0)
     monkeypatch.setattr(FlatKVCache, "first", lambda self, layers, feeds: mx.full((len(feeds), H), mx.nan))
-    outcomes = run(target, own, 0.8, 4)
-    assert texts(outcomes) == alone(0.8, 4)
-    assert "are not finite" in caplog.text and not any(drafted_chain(a) for one in outcomes for a in one)
+    assert texts(run(target, own, 0.8, 4)) == alone(0.8, 4)
 
 
 @pytest.mark.parametrize(

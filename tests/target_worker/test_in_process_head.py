@@ -307,15 +307,10 @@ def test_only_the_newest_rows_are_kept_while_nothing_is_drafted(
     assert len(draft.tree.pairs) >= MAX_BUFFERED // 2
 
 
-def test_non_finite_rows_end_only_the_drafting(
-    target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_non_finite_rows_change_no_text(target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     head = token_head(target)
     monkeypatch.setattr(head, "fuse", lambda rows: mx.full((rows.shape[0], 64), mx.inf))
-    outcomes = run(target, drafter(head, target), 0.8, 4)
-    assert texts(outcomes) == alone(0.8, 4)
-    assert not any(drafted_chain(a) for one in outcomes for a in one)
-    assert "are not finite" in caplog.text and "stops drafting for this request" in caplog.text
+    assert texts(run(target, drafter(head, target), 0.8, 4)) == alone(0.8, 4)
 
 
 def test_failed_text_of_a_batch_does_not_affect_the_others(
@@ -324,8 +319,9 @@ def test_failed_text_of_a_batch_does_not_affect_the_others(
     own = drafter(token_head(target), target)
     drafts = [own.open_draft(SamplingParams()) for _ in range(2)]
     chains = [draft.set_text([5, 6, 7, 8]) for draft in drafts]
-    drafts[0].add_features(0, mx.full((3, 64), mx.nan))
-    drafts[1].add_features(0, mx.zeros((3, 64)))
+    for draft in drafts:
+        draft.add_features(0, mx.zeros((3, 64)))
+    monkeypatch.setattr(drafts[0].tree, "begin", lambda feed: 1 // 0)
     found = draft_chains(chains, [3, 3])
     assert isinstance(found[0], ModelFault) and len(found[1].chain) == 3
     drafts[1].add_features(3, mx.zeros((1, 64)))
