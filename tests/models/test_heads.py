@@ -270,7 +270,7 @@ def test_loaded_exit_computes_the_logits_of_the_trained_one(target: Path, tmp_pa
             parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.half().float())
     pipeline.write_head(tmp_path / "head", trained, model_digest(target))
     own = loading.load("early-exit", str(tmp_path / "head"), load(target), print)
-    assert "with 2 of 4 layers and an adapter" in own.note and "another target" not in own.note
+    assert "2 of 4 layers and an adapter" in own.note and "another target" not in own.note
     batch = batch_of(model, made.taps(TINY), 24)
     with torch.no_grad():
         expected = (trained(batch)[0].hidden @ trained.output_weight.T).numpy()
