@@ -9,9 +9,11 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+
+from outrider.protocol.trees import Candidate
 
 MAX_RANK = 8
 SAMPLE_DECAY = 0.998
@@ -33,12 +35,24 @@ POWER_LAW_EXPONENT = 1.0
 class ForkPoint:
     """A fork point: the drafter's scores after k accepted tokens.
 
-    `own_gap` is how far the chain's next token scores above the best other token; None after the whole chain. `gaps`
-    are how far the candidates for the bonus token, best first, score below the drafter's best token.
+    `own_gap` is how far the chain's next token scores above the best other token; None after the whole chain. `others`
+    are the candidates for the bonus token, best first, and `gaps` how far they score below the drafter's best token.
     """
 
     own_gap: float | None
     gaps: tuple[float, ...]
+    others: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, token: int | None, candidates: Sequence[Candidate], eos: Collection[int] = ()) -> ForkPoint:
+        """Returns the point before the chain's `token` (None after its end), given the `candidates` there, best first.
+        End tokens are no candidates for a bonus token."""
+        others = [candidate for candidate in candidates if candidate.token != token and candidate.token not in eos]
+        gaps, own_gap = tuple(candidate.gap for candidate in others), None
+        if token is not None:
+            best, worst = (gaps[0], gaps[-1]) if gaps else (math.inf, math.inf)
+            own_gap = best - next((candidate.gap for candidate in candidates if candidate.token == token), worst)
+        return cls(own_gap, gaps, tuple(candidate.token for candidate in others))
 
     def gap_to_first(self, rank: int) -> float:
         """Returns how far candidate `rank` is below the first candidate."""

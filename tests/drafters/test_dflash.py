@@ -114,10 +114,10 @@ def test_candidates_of_each_position_come_best_first(tmp_path: Path, name: str, 
         chains.append(draft.set_text(TEXTS[0][:10].tolist(), least))
     wide, plain = draft_chains(chains, [5, 5])
     assert wide.line == plain.chain and plain.parents == () and chains[0]._proposed is not None
-    for token, place in zip(wide.line, chains[0]._proposed.places, strict=True):
-        gaps = list(place.point.gaps)
-        assert token not in place.others and len(set(place.others)) == 2
-        assert place.point.own_gap == gaps[0] >= 0.0 and gaps == sorted(gaps)
+    for token, point in zip(wide.line, chains[0]._proposed.points, strict=True):
+        gaps = list(point.gaps)
+        assert token not in point.others and len(set(point.others)) == 2
+        assert point.own_gap == gaps[0] >= 0.0 and gaps == sorted(gaps)
 
 
 def test_penalties_are_applied_slot_by_slot(tmp_path: Path) -> None:
