@@ -79,30 +79,22 @@ class PairKVRows(FeatureKVRows):
         """Implements `KVRows.prefill`, for all `tokens`, whose features have arrived. A few wait for the next
         forward."""
         self.sequence.length = start - len(self._unread)
-        before, count = self.origin + start - 1, len(tokens)
-        if len(self._unread) + count <= MAX_PENDING_PAIRS:
-            self._unread += [(token, self.features.row(before + at)) for at, token in enumerate(tokens)]
-            return count
-        self.read_rest()
-        for begin in range(0, count, _READ_CHUNK_TOKENS):
-            end = min(begin + _READ_CHUNK_TOKENS, count)
-            self._read(tokens[begin:end], self.features.between(before + begin, before + end))
-        return count
+        before = self.origin + start - 1
+        self._unread += zip(tokens, self.features.rows(before, before + len(tokens)), strict=True)
+        if len(self._unread) > MAX_PENDING_PAIRS:
+            self.read_rest()
+        return len(tokens)
 
     def read_rest(self) -> None:
         """Reads the committed tokens that wait for the next forward."""
-        if self._unread:
-            self._read(
-                [token for token, _ in self._unread], gather_rows([row for _, row in self._unread], self.kv_cache.dtype)
-            )
-            self._unread = []
-
-    def _read(self, tokens: Sequence[int], features: Any) -> None:
-        segment = Segment(self.sequence.row, self.sequence.length, len(tokens), long=True)
-        fed = np.array(tokens, np.int32), mx.array(features).astype(self.kv_cache.dtype)
-        self.kv_cache.feed(*fed, [segment], np.array([len(tokens) - 1]))
-        mx.eval(self.kv_cache.state())
-        self.sequence.length = segment.end
+        while self._unread:
+            piece, rest = self._unread[:_READ_CHUNK_TOKENS], self._unread[_READ_CHUNK_TOKENS:]
+            tokens, features = zip(*piece, strict=True)
+            segment = Segment(self.sequence.row, self.sequence.length, len(piece), long=True)
+            fed = np.array(tokens, np.int32), gather_rows(features, self.kv_cache.dtype)
+            self.kv_cache.feed(*fed, [segment], np.array([len(piece) - 1]))
+            mx.eval(self.kv_cache.state())
+            self.sequence.length, self._unread = segment.end, rest
 
     def save(self, count: int) -> SavedPrefix:
         """Returns a copy of the pairs of the first `count` tokens."""
@@ -158,7 +150,7 @@ class PairKVRows(FeatureKVRows):
         before = self.origin + int(new.positions[column]) - 1
         if before in self.features:
             self._guessed.pop(column, None)
-            return self.features.row(before)
+            return self.features.rows(before, before + 1)[0]
         self._guessed[column] = before
         return self._missing or self._stand_ins[new.parents[row]]
 
@@ -341,10 +333,11 @@ def _read_waiting_features(texts: Sequence[BlockKVRows]) -> None:
     behind, segments, features = [text for text in texts if text.features.count], [], []
     for text in behind:
         own = np.arange(text.features.begin, text.features.end, dtype=np.int32)
+        rows = text.features.rows(text.features.begin, text.features.end)
         row, start, unseen = text.sequence.row, len(text.feature_positions), np.zeros((len(own), 0), np.bool_)
         text.feature_positions = np.concatenate([text.feature_positions, own])
         segments.append(NodeSegment(row, start, len(own), all_positions=text.feature_positions, visible=unseen))
-        features.append(mx.array(text.features.between(own[0], own[-1] + 1)).astype(text.kv_cache.dtype))
+        features.append(gather(rows).astype(text.kv_cache.dtype))
     if segments:
         behind[0].kv_cache.read_features(mx.concatenate(features), segments)
     for text in behind:

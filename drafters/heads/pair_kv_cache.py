@@ -6,7 +6,6 @@ former is not lazy. A head's token trees are fed through `kv_rows`, in the targe
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,46 +163,30 @@ class FeatureBuffer:
     def __init__(self, max_rows: int = MAX_BUFFERED) -> None:
         self.begin = self.end = 0
         self._max_rows = max_rows
-        self._parts = deque[tuple[int, Features]]()
+        self._rows = dict[int, Row]()  # by position
 
     def add(self, position: int, rows: Features) -> None:
         """Adds rows from `position` on. Known ones are skipped; after a gap only the new ones are kept."""
-        end = position + rows.shape[0]
-        if end <= self.end:
-            return
         if position > self.end:
-            self.begin, self._parts = position, deque()
-        else:
-            position, rows = self.end, rows[self.end - position :]
-        self._parts.append((position, rows))
+            self._rows, self.begin, self.end = {}, position, position
+        end = max(self.end, position + rows.shape[0])
+        self._rows |= {place: (rows, place - position) for place in range(self.end, end)}
         self.end = end
         self.forget(end - self._max_rows)
 
     def forget(self, position: int) -> None:
         """Drops the rows before this position."""
-        if position > self.begin:
-            self.begin = min(position, self.end)
-            while self._parts and self._parts[0][0] + self._parts[0][1].shape[0] <= position:
-                self._parts.popleft()
+        for place in range(self.begin, min(position, self.end)):
+            del self._rows[place]
+        self.begin = max(self.begin, min(position, self.end))
 
     def __contains__(self, position: int) -> bool:
-        return self.begin <= position < self.end
+        return position in self._rows
 
     @property
     def count(self) -> int:
         return self.end - self.begin
 
-    def row(self, position: int) -> Row:
-        """Returns the row of a position that the buffer has."""
-        first, rows = next(part for part in self._parts if part[0] <= position < part[0] + part[1].shape[0])
-        return rows, position - first
-
-    def between(self, begin: int, end: int) -> Any:
-        """Returns the rows [end - begin, W] of these positions, all of which the buffer has."""
-        parts: list[Any] = [
-            rows[max(begin - first, 0) : max(end - first, 0)]
-            for first, rows in self._parts
-            if first < end and begin < first + rows.shape[0]
-        ]
-        xp: Any = mx if isinstance(parts[0], mx.array) else np
-        return parts[0] if len(parts) == 1 else xp.concatenate(parts)
+    def rows(self, begin: int, end: int) -> list[Row]:
+        """Returns the rows of these positions, all of which the buffer has."""
+        return [self._rows[position] for position in range(begin, end)]

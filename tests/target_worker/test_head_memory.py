@@ -146,14 +146,14 @@ def test_reading_a_prompt_does_not_count_as_drafting_time(
     target: LoadedModel, make_head: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would raise the measured cost of a drafted token."""
-    clock, read = VirtualClock(), PairKVRows._read
+    clock, read = VirtualClock(), PairKVRows.read_rest
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
 
-    def read_slowly(self: PairKVRows, *pairs: Any) -> None:
+    def read_slowly(self: PairKVRows) -> None:
         clock.skip(1_000_000_000)
-        read(self, *pairs)
+        read(self)
 
-    monkeypatch.setattr(PairKVRows, "_read", read_slowly)
+    monkeypatch.setattr(PairKVRows, "read_rest", read_slowly)
     chat = Conversation(target, make_head(target))
     chat.begin("a", PROMPT)
     go = Verify("a", 0, 1, len(PROMPT) + 1, Autonomous(LENGTH, InProcess(3)))
