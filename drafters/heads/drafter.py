@@ -28,7 +28,7 @@ from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import CannotDraft, OutriderError, wrap_model_errors
+from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.messages import InProcess
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
@@ -92,19 +92,10 @@ class HeadDrafter(Drafter):
 def make_for_draft_worker(
     head: Head, backend: str, vocab_size: int, features: str = "", cpu: OrtForward | None = None
 ) -> HeadDrafter:
-    """Returns the drafter of a draft worker, where it works ahead like a draft model. See `HeadDrafter`.
-
-    Raises:
-        CannotDraft: it can't continue where the target's features have not arrived yet.
-    """
+    """Returns the drafter of a draft worker, where it works ahead like a draft model. See `HeadDrafter`."""
     drafter = HeadDrafter(head, vocab_size, cpu, backend, features)
-    if isinstance(head, BlockHead):
-        if head.link is not None and head.link.is_recurrent:
-            raise CannotDraft(
-                f"the state of this {backend} head starts anew with each block, so it can't continue from an outcome"
-                " inside one; use head_in target"
-            )
-        drafter.note = "" if head.sees_prefixes else UNTRAINED_PREFIX_NOTE
+    if isinstance(head, BlockHead) and not head.sees_prefixes:
+        drafter.note = UNTRAINED_PREFIX_NOTE
     return drafter
 
 

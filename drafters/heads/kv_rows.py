@@ -191,13 +191,12 @@ def gather(rows: Sequence[Row]) -> mx.array:
     return mx.array(gather_rows(rows))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockSlot:
-    """A block's slot `index`. `memory`: that of the block's link after the tokens up to there, if it has one."""
+    """A block's slot `index`."""
 
     block: DraftBlock
     index: int = 0
-    memory: Row | None = None
 
     @property
     def position(self) -> int:
@@ -226,7 +225,7 @@ class SlotKVRows(FeatureKVRows):
     def next_slot(self, column: int) -> BlockSlot | None:
         """Returns the next slot of this column's block, after the block's own choice; None after the last one."""
         slot = self._slots[column]
-        return BlockSlot(slot.block, slot.index + 1, slot.memory) if slot.index + 1 < slot.block.slots else None
+        return BlockSlot(slot.block, slot.index + 1) if slot.index + 1 < slot.block.slots else None
 
     def keep(self, prefix: int, columns: Ints) -> None:
         super().keep(prefix, columns)

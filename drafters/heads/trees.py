@@ -179,13 +179,8 @@ class SlotTree(HeadTree):
         few = {id(step): step.top_scores(LINK_CANDIDATES) for step, _ in steps}
         tokens = gather([(few[id(step)][0], row) for step, row in steps])
         scores = gather([(few[id(step)][1], row) for step, row in steps])
-        begun = link.begin(1)
-        memory = gather([slot.memory or (begun, 0) for slot in slots])
-        hidden, last = gather(vectors), before[0] if len(before) == 1 else mx.concatenate(before)
-        gains, memory = link(last, hidden, tokens, memory)
-        for row, slot in enumerate(slots):
-            slot.memory = memory, row
-        temp = self._sampler.params.temp
+        last, temp = before[0] if len(before) == 1 else mx.concatenate(before), self._sampler.params.temp
+        gains = link(last, gather(vectors), tokens)
         step = CandidateStep(tokens, scores + gains / (temp or 1.0), self._sampler.vocab_size)
         return [(step, row) for row in range(len(slots))]
 

@@ -17,7 +17,6 @@ from outrider.drafters.heads.trees import BlockTree
 from outrider.drafters.work_ahead import WorkAhead
 from outrider.engine.noise import gumbel
 from outrider.engine.tree import Tree
-from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
 from tests.columns import column_tokens
@@ -26,7 +25,6 @@ from tests.drafters.dflash_layouts import BLOCK, LAYOUTS, V
 from tests.drafters.test_dflash import EMBEDDING, OUTPUT, ROWS, TEXTS, head_of
 from tests.drafting import advance, draft_chain
 
-FITTING = [name for name, layout in LAYOUTS.items() if layout.markov != "rnn"]
 VISIBLE = {"loss_type": "variable_prefix"}
 
 
@@ -53,7 +51,7 @@ def check_scores(scores: mx.array, logits: np.ndarray[Any, Any]) -> None:
     np.testing.assert_allclose(own[known] - own[known].max(), logits[known] - logits[known].max(), atol=3e-3)
 
 
-@pytest.mark.parametrize("name", FITTING)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_block_with_a_known_prefix_equals_an_independent_forward(tmp_path: Path, name: str) -> None:
     """Outcomes of two texts, after prefixes of several lengths, in one forward; then along each block's own tokens."""
     head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
@@ -213,8 +211,3 @@ def test_head_not_trained_for_known_prefixes_has_a_note(tmp_path: Path) -> None:
         make_for_draft_worker(plain, "dflash", V).note == UNTRAINED_PREFIX_NOTE
         and make_for_draft_worker(trained, "dflash", V).note == ""
     )
-
-
-def test_recurrent_markov_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CannotDraft, match="starts anew with each block"):
-        make_for_draft_worker(head_of(write(tmp_path, "SpecForge, rnn")), "dflash", V)

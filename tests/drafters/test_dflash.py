@@ -161,7 +161,7 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
         ("z-lab", {"block_size": 1}, TARGET, "has blocks of 1 tokens"),
         ("z-lab", {"quantization": {"bits": 4}}, TARGET, "is quantised"),
         ("z-lab", {"architectures": ["LlamaForCausalLM"]}, TARGET, "is not a head of kind dflash"),
-        ("DeepSpec", {"markov_head_type": "odd"}, TARGET, "a Markov head of type 'odd'"),
+        ("DeepSpec", {"markov_head_type": "rnn"}, TARGET, "a Markov head of type 'rnn'"),
     ],
 )
 def test_a_head_of_another_target_is_refused(
