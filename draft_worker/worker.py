@@ -19,14 +19,7 @@ from typing import Literal
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import Calibration, FanOut
 from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
-from outrider.drafters.work_ahead import (
-    DraftBatcher,
-    WorkAhead,
-    check_in_context,
-    check_in_vocabulary,
-    run_together,
-    start_drafting,
-)
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, run_together
 from outrider.engine.memory import PeakMemory
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.protocol import clock
@@ -168,16 +161,10 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         if self._memory is not None and not self._running:
             self._memory.restart()
 
-        work = start_drafting(
-            self._drafter,
-            message.tokens.tolist(),
-            message.sampling,
-            message.eos,
-            self._fan_out,
-            self._calibration,
-            cached=message.fan_out,
-            constraint=self._compiler.constraint_of(message) if self._compiler is not None else None,
-        )
+        tokens = message.tokens.tolist()
+        constraint = self._compiler.constraint_of(message) if self._compiler is not None else None
+        tree = self._drafter.open(tokens, message.sampling, constraint, message.fan_out)
+        work = WorkAhead(tree, message.eos, self._fan_out, self._calibration, tokens[tree.committed_len :])
         nothing = Commit(message.request, message.epoch, message.round, work.committed_len, (), None, 0, 0)
         self._running[message.request] = DraftRequest(work, nothing, clock.now())
 
@@ -194,8 +181,8 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             self._close(message.request)
             self._link.send(Resync(request=message.request, epoch=message.epoch))
             return
-        check_in_vocabulary(self._drafter, (*message.tokens, *(message.verifying or ())))
-        check_in_context(self._drafter, running.work.committed_len + len(message.tokens))
+        new = (*message.tokens, *(message.verifying or ()))
+        self._drafter.check_text(new, running.work.committed_len + len(message.tokens))
         now_ns = clock.now()
         if running.is_next(message):
             self._batcher.capacity.record_round((now_ns - running.committed_ns) / clock.MILLISECOND_NS)

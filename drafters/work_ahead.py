@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from outrider.drafters.drafter import Drafter, DrafterFault, TokenTree
+from outrider.drafters.drafter import TokenTree
 from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut, divide_branches
 from outrider.drafters.growth import (
     MAX_CHILDREN,
@@ -29,10 +29,8 @@ from outrider.drafters.growth import (
     make_chain_feed,
 )
 from outrider.engine.forward_cost import ForwardCost
-from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, wrap_model_errors
-from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
 
 _MAX_TOKENS_WITH_CHAIN = 16  # committed tokens that can be fed together with the chain
@@ -166,56 +164,6 @@ class WorkAhead:
         task, eos = self._task, self._eos
         if task.verifying is not None and not self._unfed and self.tree.can_grow():
             self.growth = BranchGrowth(self.tree, task.verifying, task, eos, self._fan_out, self._calibration)
-
-
-def start_drafting(
-    drafter: Drafter,
-    tokens: Sequence[int],
-    sampling: SamplingParams,
-    eos: Collection[int],
-    fan_out: FanOut,
-    calibration: Calibration,
-    *,
-    cached: int = 1,
-    constraint: Constraint | None = None,
-) -> WorkAhead:
-    """Returns the work for a text that begins with `tokens`. Continuations are drawn for residual sampling if the
-    drafter can.
-
-    Args:
-        cached: the number of continuations of a node whose weight Saguaro's factor lowers.
-        constraint: the text's grammar, so that only tokens that it allows are proposed.
-
-    Raises:
-        DrafterFault: the drafter can't handle these tokens.
-    """
-    check_in_vocabulary(drafter, tokens)
-    check_in_context(drafter, len(tokens))
-    tree = drafter.open(tokens, sampling, constraint, cached)
-    return WorkAhead(tree, eos, fan_out, calibration, tokens[tree.committed_len :])
-
-
-def check_in_context(drafter: Drafter, length: int) -> None:
-    """Checks that a text of this length leaves room for a draft. Raises DrafterFault if it does not."""
-    if length >= drafter.context_length:
-        raise DrafterFault(
-            f"the text has {length} tokens and the draft model's context is {drafter.context_length}; drafting is"
-            " off for this request"
-        )
-
-
-def check_in_vocabulary(drafter: Drafter, tokens: Sequence[int]) -> None:
-    """Checks that the draft model has these tokens. The target may have more: padding that only random models produce.
-
-    Raises:
-        DrafterFault: it lacks one.
-    """
-    foreign = max(tokens, default=0)
-    if foreign >= drafter.vocab_size:
-        raise DrafterFault(
-            f"token {foreign} is not among the {drafter.vocab_size} tokens of the draft model; drafting is off"
-            " from here on"
-        )
 
 
 class Capacity:
