@@ -38,11 +38,6 @@ log = logging.getLogger(__name__)
 
 _MAX_REREAD_TOKENS = 16  # cached tokens that the target reads again, so that the head can continue its own prefix
 
-UNTRAINED_PREFIX_NOTE = (
-    "this head was not trained for blocks that begin with known tokens (loss_type variable_prefix in dflash_config), so"
-    " its branches, which do, are accepted less often than its chains; use a head that was, or head_in target"
-)
-
 
 class HeadDrafter(Drafter):
     """A `Drafter` with `head`, and a drafter in the target's process.
@@ -87,16 +82,6 @@ class HeadDrafter(Drafter):
         if masks and self.head.depth is not None:
             return MaskedTree(MaskedKVRows(kv_cache, features), sampler, size, cache=cache)
         return PairTree(PairKVRows(kv_cache, features), sampler, size, cache=cache)
-
-
-def make_for_draft_worker(
-    head: Head, backend: str, vocab_size: int, features: str = "", cpu: OrtForward | None = None
-) -> HeadDrafter:
-    """Returns the drafter of a draft worker, where it works ahead like a draft model. See `HeadDrafter`."""
-    drafter = HeadDrafter(head, vocab_size, cpu, backend, features)
-    if isinstance(head, BlockHead) and not head.sees_prefixes:
-        drafter.note = UNTRAINED_PREFIX_NOTE
-    return drafter
 
 
 class HeadDraft:

@@ -100,12 +100,10 @@ class BlockHead(HeadModule):
     before it. The rows of a block all see each other.
 
     `from_anchor`: the block's first row, the last token's, drafts the first token; else the mask after it does.
-    `sees_prefixes`: it was trained to continue after tokens of a block whose features are not known.
     """
 
     depth: int
     from_anchor: bool
-    sees_prefixes: bool
 
     @property
     def link(self) -> BlockLink | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from outrider.drafters.heads import early_exit
 from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, find_target_mismatch
-from outrider.drafters.heads.drafter import HeadDrafter, make_for_draft_worker
+from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.drafters.work_ahead import run_together
@@ -99,7 +99,7 @@ def load_for_draft_worker(kind: str, path: str, target: str, progress: Callable[
     model = load_lazily(target)
     head = read_head(kind, path, model, progress)
     cpu = make_ort_forward(head, model)
-    drafter = make_for_draft_worker(head, kind, model.vocab_size, feature_source(head, Path(path), Path(target)), cpu)
+    drafter = HeadDrafter(head, model.vocab_size, cpu, kind, feature_source(head, Path(path), Path(target)))
     if cpu is not None:
         head.release()
     return drafter
