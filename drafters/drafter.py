@@ -132,11 +132,7 @@ class Drafter:
     features = ""
 
     def open(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        constraint: Constraint | None = None,
-        cached: int = 1,
+        self, tokens: Sequence[int], sampling: SamplingParams, constraint: Constraint | None = None, cached: int = 1
     ) -> TokenTree:
         """Returns a tree for a text that begins with `tokens` (at least one). Makes no forward: the caller reads the
         tokens that the tree has not committed.

@@ -69,11 +69,7 @@ class HeadDrafter(Drafter):
         return HeadDraft(self, self.sampler(sampling, constraint))
 
     def tree(
-        self,
-        sampler: Sampler,
-        features: FeatureBuffer,
-        cache: PromptCache | None = None,
-        masks: bool = False,
+        self, sampler: Sampler, features: FeatureBuffer, cache: PromptCache | None = None, masks: bool = False
     ) -> PairTree | BlockTree:
         """Returns a tree. `masks`: it only drafts after its committed text, by a block of masks if the head has one."""
         kv_cache, size = self.kv_cache, self.context_length

@@ -14,14 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.growth import Steps
-from outrider.drafters.heads.kv_rows import (
-    BlockKVRows,
-    BlockSlot,
-    MaskedKVRows,
-    PairKVRows,
-    gather,
-    opened_blocks,
-)
+from outrider.drafters.heads.kv_rows import BlockKVRows, BlockSlot, MaskedKVRows, PairKVRows, gather, opened_blocks
 from outrider.drafters.heads.layers import LINK_CANDIDATES, BlockLink
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureBuffer, SavedPairs
 from outrider.engine.kv_rows import NewRows
