@@ -96,7 +96,7 @@ class HeadDraft:
         self._tree: HeadTree | None = None
         self._start: tuple[SavedPairs, int] | None = None  # what it begins with: the saved pairs before a position
         self._tokens: Sequence[int] = ()
-        self._length, self._min_prob = 0, 1.0
+        self._length = 0
         self._proposed: ChainAlternatives | None = None
         self._closed = False
 
@@ -123,22 +123,16 @@ class HeadDraft:
         if self.features.begin != begin:
             self._start = None
 
-    def set_text(self, tokens: Sequence[int], min_prob: float = 1.0) -> HeadDraft:
-        """Sets the committed text to continue, which extends that of the last call, and returns itself.
-
-        With a `min_prob` below 1 the draft has alternatives with a greater probability than that.
-        """
+    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn:
+        """Returns the turn in which `task` is drafted after the committed `tokens`, which extend those of the last
+        call. Nothing is drafted if features are missing."""
         new = tokens[self._length :]
         if self._proposed is not None and new:
             self._proposed.update_calibration(self._drafter.calibration, new)
-        self._proposed, self._tokens, self._length, self._min_prob = None, tokens, len(tokens), min_prob
-        return self
-
-    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn:
-        """Returns the turn in which `task` is drafted after the committed `tokens`; see `set_text`."""
-        steps = self.set_text(tokens, task.min_prob).continuation(task.depth)
-        is_behind = self.features.count > MAX_PENDING_PAIRS + 1 and self.limit_depth(task.depth) > 0
-        return DraftTurn(steps, self._read_pairs if is_behind else None)
+        self._proposed, self._tokens, self._length = None, tokens, len(tokens)
+        depth = self._limit_depth(task.depth)
+        is_behind = depth > 0 and self.features.count > MAX_PENDING_PAIRS + 1
+        return DraftTurn(self._draft(depth, task.min_prob), self._read_pairs if is_behind else None)
 
     def _read_pairs(self) -> bool:
         """Reads the pairs before the last one, so that they do not count as drafting."""
@@ -161,17 +155,16 @@ class HeadDraft:
         """Whether it has the features of all committed tokens but the last, and some of them are not read."""
         return self.features.end == self._length - 1 and self.features.count > 0
 
-    def limit_depth(self, depth: int) -> int:
+    def _limit_depth(self, depth: int) -> int:
         """Returns how many of `depth` tokens it can draft; 0: none, as features are missing or it is closed."""
         if self._closed or not self.is_up_to_date:
             return 0
         most = self._drafter.head.depth or depth
         return max(0, min(depth, most, self._drafter.context_length - self._length))
 
-    def continuation(self, depth: int) -> Steps[Continuation]:
-        """Returns up to `depth` tokens after the committed text, chained on the device and evaluated once; none if
-        features are missing."""
-        depth = self.limit_depth(depth)
+    def _draft(self, depth: int, min_prob: float) -> Steps[Continuation]:
+        """Returns `depth` tokens after the committed text, chained on the device and evaluated once. With a `min_prob`
+        below 1 they have alternatives with a greater probability than that."""
         if not depth:
             return Continuation()
         tree = self.tree
@@ -179,9 +172,9 @@ class HeadDraft:
         for remaining in range(depth - 1, 0, -1):
             nodes += yield tree, TreeFeed(nodes[-1:], [None], [remaining])
         chain = tuple(tree.best(nodes))
-        if self._min_prob < 1.0:
+        if min_prob < 1.0:
             self._proposed = ChainAlternatives.of(chain, tree.candidates(nodes, MAX_CHILDREN))
-            return self._proposed.tree(self._drafter.calibration, self._min_prob)
+            return self._proposed.tree(self._drafter.calibration, min_prob)
         return Continuation(chain)
 
     def close(self, discard: bool) -> None:

@@ -23,7 +23,7 @@ from outrider.protocol.sampling import SamplingParams
 from tests.drafters.dflash_heads import NumpyHead, write
 from tests.drafters.dflash_layouts import LAYOUTS, PLAIN, TAPS, TARGET, H, V
 from tests.drafters.pair_feeds import PairFeed, slots
-from tests.drafting import draft_chains
+from tests.drafting import HeadText, draft_chains
 
 RNG = np.random.default_rng(3)
 EMBEDDING = RNG.standard_normal((V, H)).astype(np.float32)
@@ -83,7 +83,7 @@ def test_a_chain_is_chosen_slot_by_slot_with_the_targets_noise(tmp_path: Path, n
         for n, count in enumerate(counts):
             drafts[n].add_features(done[n], drafter.head.fuse(mx.array(ROWS[n][done[n] : done[n] + count])))
             done[n] += count
-        chains = [drafts[n].set_text(TEXTS[n][: done[n] + 1].tolist()) for n in range(2)]
+        chains = [HeadText(drafts[n], TEXTS[n][: done[n] + 1].tolist()) for n in range(2)]
         found = draft_chains(chains, [n + 3 for n in depths])
         for n, chain in enumerate(one.chain for one in found):
             depth = layout.depth if n == 0 else min(6, layout.depth)
@@ -111,10 +111,10 @@ def test_candidates_of_each_position_come_best_first(tmp_path: Path, name: str, 
     for least in (0.1, 1.0):
         draft = drafter.open_draft(sampling)
         draft.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
-        chains.append(draft.set_text(TEXTS[0][:10].tolist(), least))
+        chains.append(HeadText(draft, TEXTS[0][:10].tolist(), least))
     wide, plain = draft_chains(chains, [5, 5])
-    assert wide.line == plain.chain and plain.parents == () and chains[0]._proposed is not None
-    for token, point in zip(wide.line, chains[0]._proposed.points, strict=True):
+    assert wide.line == plain.chain and plain.parents == () and chains[0].draft._proposed is not None
+    for token, point in zip(wide.line, chains[0].draft._proposed.points, strict=True):
         gaps = list(point.gaps)
         assert token not in point.others and len(set(point.others)) == 2
         assert point.own_gap == gaps[0] >= 0.0 and gaps == sorted(gaps)
@@ -124,7 +124,7 @@ def test_penalties_are_applied_slot_by_slot(tmp_path: Path) -> None:
     drafter = HeadDrafter(head_of(write(tmp_path, "DeepSpec")), V)
     draft = drafter.open_draft(SamplingParams(repetition_penalty=50.0))
     draft.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
-    chain = draft_chains([draft.set_text(TEXTS[0][:10].tolist())], [6])[0].chain
+    chain = draft_chains([HeadText(draft, TEXTS[0][:10].tolist())], [6])[0].chain
     assert len(set(chain) - set(TEXTS[0][:10].tolist())) == 6
 
 
@@ -133,9 +133,9 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
     drafter = HeadDrafter(head, V)
     draft = drafter.open_draft(SamplingParams())
     draft.add_features(0, head.fuse(mx.array(ROWS[0][:8])))
-    assert len(draft_chains([draft.set_text(TEXTS[0][:9].tolist())], [9])[0].chain) == 3
+    assert len(draft_chains([HeadText(draft, TEXTS[0][:9].tolist())], [9])[0].chain) == 3
     draft.add_features(8, head.fuse(mx.array(ROWS[0][8:11])))
-    assert draft_chains([draft.set_text(TEXTS[0][:12].tolist())], [9])[0].chain == ()
+    assert draft_chains([HeadText(draft, TEXTS[0][:12].tolist())], [9])[0].chain == ()
 
 
 @pytest.mark.parametrize(

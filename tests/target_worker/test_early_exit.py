@@ -26,7 +26,7 @@ from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.drafters.experts import gated_mlp, rms
 from tests.drafters.mtp_heads import apply_rope
-from tests.drafting import draft_chains
+from tests.drafting import HeadText, draft_chains
 from tests.system.links import drafted_chain
 from tests.target_worker.heads import LAYERS, H, markov_llama
 from tests.target_worker.test_in_process_head import mean_accepted, run, texts
@@ -123,7 +123,7 @@ def test_chains_equal_an_independent_forward(
 
     for _ in range(6):
         some = [n for n in range(3) if draws.random() < 0.7]
-        chains = [drafts[n].set_text(slots[n].tokens) for n in some]
+        chains = [HeadText(drafts[n], slots[n].tokens) for n in some]
         found = draft_chains(chains, [int(draws.integers(1, 5)) for _ in some])
         for n, chain in zip(some, (one.chain for one in found), strict=True):
             truth = by_numpy(target, [*slots[n].tokens, *chain[:-1]], layers, adapted)
