@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import Calibration, FanOut
@@ -44,9 +43,6 @@ log = logging.getLogger(__name__)
 
 LATENCY_DECAY = 0.95
 _MAX_FORWARDS_BETWEEN_PIECES = 8  # forwards for other requests between two pieces of a text
-
-Operation = Literal["read", "grow", "chain"]
-"""Work between two checks for messages: a piece of a text, a forward of its trees, or a chain on request."""
 
 
 @dataclass(slots=True)
@@ -105,13 +101,10 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         """`memory`: measures the drafter's peak; None: it can't be measured. `compiler`: for grammars over its tokens;
         without one it may draft tokens that a grammar excludes."""
         super().__init__(link, lambda: drafter.prompt_cache.use)
-        self._drafter = drafter
-        self._fan_out = fan_out
-        self._memory = memory
-        self._compiler = compiler
+        self._drafter, self._fan_out, self._memory, self._compiler = drafter, fan_out, memory, compiler
         self._calibration = Calibration()
         self._batcher = DraftBatcher(self._calibration)
-        self._longest_ms: dict[Operation, float] = {}
+        self._longest_ms = dict[str, float]()  # by operation: read a piece of a text, grow branches, draft a chain
         self._forwards_since_read = 0
 
     def turn(self) -> bool:
@@ -221,7 +214,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         self._report()
 
     @contextmanager
-    def _timed(self, operation: Operation) -> Iterator[int]:
+    def _timed(self, operation: str) -> Iterator[int]:
         """Announces how long an operation should take, the longest time so far, which decays; then measures it. Yields
         the time at which it begins."""
         expected_ms, started_ns = self._longest_ms.get(operation, 0.0), clock.now()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -86,7 +87,7 @@ class Calibration:
     def __init__(self) -> None:
         middles = [0.0, *((a + b) / 2 for a, b in pairwise(GAP_EDGES)), 12.0]
         self._accepted = [Share(1.0 - 0.6 * math.exp(-gap / 1.5)) for gap in middles]
-        self._by_position: list[Share] = []
+        self._by_position = defaultdict[int, Share](lambda: Share(0.75))
         self._by_gap = {
             full: [[Share(_prior_rate(full, rank, gap)) for gap in middles] for rank in range(MAX_RANK)]
             for full in (False, True)
@@ -102,8 +103,6 @@ class Calibration:
 
         `points` are those of 0..accepted; the last may be missing if the drafter did not score it.
         """
-        while len(self._by_position) < chain_length:
-            self._by_position.append(Share(0.75))
         for position in range(min(accepted + 1, chain_length)):
             gap = points[position].own_gap
             self._by_position[position].add(position < accepted)
@@ -123,7 +122,7 @@ class Calibration:
         """Returns the probability that chain token `position` is accepted if all before it are; by its gap if known."""
         if gap is not None:
             return self._accepted[bisect(GAP_EDGES, gap)].value
-        return self._by_position[position].value if position < len(self._by_position) else 0.75
+        return self._by_position[position].value
 
     def bonus_probability(self, full: bool, rank: int, point: ForkPoint | None = None) -> float:
         """Returns the probability that the bonus token is candidate `rank`, not counting the chain's own token."""

@@ -245,12 +245,10 @@ class BranchGrowth:
         fan_out: FanOut,
         calibration: Calibration,
     ) -> None:
-        fed = find_fed_path(tree, tree.root, chain)
-        self._tree = tree
-        self._chain, self._task, self._eos = chain, task, eos
+        self._tree, self._chain, self._task, self._eos = tree, chain, task, eos
         self._fan_out, self._calibration = fan_out, calibration
-        self._depth = min(task.depth, self._tree.room - len(chain) - 1)
-        self._spine = [self._tree.root, *fed]
+        self._depth = min(task.depth, tree.room - len(chain) - 1)
+        self._spine = [tree.root, *find_fed_path(tree, tree.root, chain)]
         self._points: list[ForkPoint | None] = [None] * (len(chain) + 1)
         self._ranks: list[range] = []
         self._growing: list[GrowingBranch] = []

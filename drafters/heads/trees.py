@@ -35,10 +35,6 @@ class HeadTree(Tree):
         """The positions of the features that it has read of committed text; empty if some are missing in between."""
         return range(0)
 
-    def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
-        """Begins with the saved pairs of `tokens` before position `end`."""
-        raise NotImplementedError
-
     def can_read(self, count: int) -> bool:
         return self._arrived(count) > 0
 
@@ -94,6 +90,7 @@ class PairTree(HeadTree):
         return range(self._origin - 1, self._origin - 1 + self._columns)
 
     def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
+        """Begins with the saved pairs of `tokens` before position `end`."""
         self._origin, self._committed = saved.begin + 1, list(tokens[: end + 1])
         self.kv_rows.restart_at(self._origin)
         self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, CachedPrefix(saved, end - saved.begin))
@@ -106,13 +103,12 @@ class PairTree(HeadTree):
     def append(self, tokens: Sequence[int]) -> None:
         """Commits and reads `tokens`, from the first one after features on. After a gap in the features, such as those
         of a prompt from the cache, reading begins anew."""
-        self._compact()
-        features, start = self.kv_rows.features, len(self._committed)
-        if not self._columns or features.begin > start - 1:
+        features, start, columns = self.kv_rows.features, len(self._committed), self._columns
+        super().append(tokens)
+        if not columns or features.begin > start - 1:
             self._origin = features.begin + 1
             self.kv_rows.restart_at(self._origin)
-        self._committed += tokens
-        self._nodes, self._layout = {}, TreeLayout(len(self._committed) - self._origin)
+        self._layout = TreeLayout(len(self._committed) - self._origin)
         first = max(start, self._origin)
         self.kv_rows.prefill(self._committed[first:], first - self._origin)
         features.forget(len(self._committed) - 1)
@@ -218,6 +214,7 @@ class BlockTree(SlotTree):
         return range(int(positions[0]), int(positions[-1]) + 1) if is_contiguous else range(0)
 
     def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
+        """Begins with the saved features of `tokens` before position `end`."""
         self._committed = list(tokens[:end])
         self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, CachedPrefix(saved, end - saved.begin))
         self.kv_rows.feature_positions = np.arange(saved.begin, end, dtype=np.int32)
