@@ -60,10 +60,8 @@ class WorkAhead:
         unread: Sequence[int] = (),
     ) -> None:
         """`unread`: the tokens of the text that the tree has not committed."""
-        self.tree = tree
-        self._eos = frozenset(eos)
-        self._fan_out = fan_out
-        self._calibration = calibration
+        self.tree, self._eos = tree, frozenset(eos)
+        self._fan_out, self._calibration = fan_out, calibration
         self.growth: BranchGrowth | None = None  # of the chain under verification
         self.proposed: ChainAlternatives | None = None
         self._unfed = list(unread)  # committed, and not yet fed
