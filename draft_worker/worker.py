@@ -178,7 +178,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         self._drafter.check_text(new, running.work.committed_len + len(message.tokens))
         now_ns = clock.now()
         if running.is_next(message):
-            self._batcher.capacity.record_round((now_ns - running.committed_ns) / clock.MILLISECOND_NS)
+            self._batcher.capacity.rounds.add(1, (now_ns - running.committed_ns) / clock.MILLISECOND_NS)
         running.commit(message, now_ns)
 
     def _on_features(self, message: Features) -> None:

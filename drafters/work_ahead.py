@@ -165,39 +165,33 @@ class WorkAhead:
 
 
 class Capacity:
-    """Estimates how many branches can be ready before the target's outcome, from the time of a forward by its rows and
-    the length of a round; old measurements lose weight."""
+    """Estimates how many branches can be ready before the target's outcome; old measurements lose weight.
+
+    `forwards`: the time of a forward by its rows. `rounds`: the time between two commits of a request in SSD.
+    """
 
     def __init__(self) -> None:
-        self._cost, self._rounds = ForwardCost(), ForwardCost()
-
-    def record_forward(self, rows: float, ms: float) -> None:
-        """Records a forward of `rows` tokens, which took `ms`, or the means of several."""
-        self._cost.add(rows, ms)
-
-    def record_round(self, ms: float) -> None:
-        """Records the time between two commits of a request in SSD."""
-        self._rounds.add(1, ms)
+        self.forwards, self.rounds = ForwardCost(), ForwardCost()
 
     def max_branches(self, depth: int) -> int:
         """Returns how many branches of this depth can grow in a round, over all requests.
 
         They take one forward more than their depth, because branches of full acceptance begin with the second.
         """
-        if min(self._rounds.seen, self._cost.seen) < MIN_MEASUREMENTS:
+        if min(self.rounds.seen, self.forwards.seen) < MIN_MEASUREMENTS:
             return UNMEASURED_BRANCHES
-        fixed, each = self._cost.line
-        room = self._rounds(1) / (depth + 1) - fixed
+        fixed, each = self.forwards.line
+        room = self.rounds(1) / (depth + 1) - fixed
         return max(int(room / each), 0)
 
     def rows_per_forward(self) -> int:
         """Returns how many branches one forward should grow, so that several forwards end in a round. It should grow
         more if a forward itself costs more than these rows, as on a GPU; while forwards of one size do not show that,
         it counts as free, so that smaller ones are tried."""
-        if min(self._rounds.seen, self._cost.seen) < MIN_MEASUREMENTS:
+        if min(self.rounds.seen, self.forwards.seen) < MIN_MEASUREMENTS:
             return UNMEASURED_BRANCHES
-        fixed, each = self._cost.line
-        in_time = (self._rounds(1) / _FORWARDS_PER_ROUND - fixed) / each
+        fixed, each = self.forwards.line
+        in_time = (self.rounds(1) / _FORWARDS_PER_ROUND - fixed) / each
         return max(int(in_time), math.ceil(fixed / each), 2)
 
 
@@ -225,7 +219,7 @@ class DraftBatcher:
         found, rows = run_together([work.advance(at_once) for work in sound])
         self._unread += (1, rows, (clock.now() - started_ns) / clock.MILLISECOND_NS) if rows else 0
         if self._unread.any() and any(found):
-            self.capacity.record_forward(*(self._unread[1:] / self._unread[0]).tolist())
+            self.capacity.forwards.add(*(self._unread[1:] / self._unread[0]).tolist())
             self._unread = np.zeros(3)
         results = iter(found)
         return [failed[id(work)] if id(work) in failed else next(results) for work in works]
