@@ -222,11 +222,6 @@ class GrowingBranch:
     odds: list[float] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
 
-    @property
-    def reach_prob(self) -> float:
-        """The probability that all its tokens so far are accepted, so that the next one can be."""
-        return self.outcome * math.prod(self.odds)
-
 
 class BranchGrowth:
     """The growth of the branches of one chain.
@@ -280,11 +275,12 @@ class BranchGrowth:
         self._ranks = [range(first, last) for first, last in zip(since, until, strict=True)]
 
     def advance(self, rows: int | None = None) -> Steps[ReadyBranches]:
-        """Makes one forward: begins new branches, feeds the rest of the chain, and grows the `rows` likeliest branches
-        (None: all) by a token."""
+        """Makes one forward: begins new branches, feeds the rest of the chain, and grows `rows` branches (None: all) by
+        a token, those whose tokens so far are the likeliest to be accepted."""
         self._has_begun = True
-        complete = self._fork()
-        grown = self._growing if rows is None else heapq.nlargest(rows, self._growing, key=lambda b: b.reach_prob)
+        complete, grown = self._fork(), self._growing
+        if rows is not None:
+            grown = heapq.nlargest(rows, grown, key=lambda branch: branch.outcome * math.prod(branch.odds))
         for branch, (token, odds) in zip(grown, (yield from self._feed(grown)), strict=True):
             branch.chain.append(token)
             branch.odds.append(odds)

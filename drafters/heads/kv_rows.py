@@ -193,15 +193,10 @@ def gather(rows: Sequence[Row]) -> mx.array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockSlot:
-    """A block's slot `index`."""
+    """A block's slot `index`, which predicts the token after position `block.position + index`."""
 
     block: DraftBlock
     index: int = 0
-
-    @property
-    def position(self) -> int:
-        """The position of the token whose successor it predicts."""
-        return self.block.position + self.index
 
 
 def opened_blocks(new: NewRows) -> list[DraftBlock]:
@@ -314,7 +309,7 @@ class BlockKVRows(SlotKVRows):
     def is_stale(self, column: int) -> bool:
         """Whether features have arrived for tokens that its block read without them."""
         slot = self._slots[column]
-        return slot.block.anchor < min(self.features.end, slot.position)
+        return slot.block.anchor < min(self.features.end, slot.block.position + slot.index)
 
     @staticmethod
     def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
