@@ -20,13 +20,12 @@ from outrider.drafters.heads.pair_kv_cache import (
     DraftBlock,
     FeatureBuffer,
     FeatureKVCache,
-    Features,
     HeadKVCache,
     PairKVCache,
     SavedPairs,
 )
 from outrider.engine.flat import Ints, NodeSegment, Segment
-from outrider.engine.kv_rows import KVRows, NewRows, Row, gather_rows, join_arrays
+from outrider.engine.kv_rows import Array, KVRows, NewRows, Row, gather_rows, join_arrays
 from outrider.engine.prompt_cache import SavedPrefix
 
 _READ_CHUNK_TOKENS = 512
@@ -177,7 +176,7 @@ class PairBatch:
         self._tokens += [tokens] if features else []
         self._logits_indices += range(first, len(self._features)) if with_logits else ()
 
-    def feed(self, kv_cache: PairKVCache) -> tuple[Features, mx.array]:
+    def feed(self, kv_cache: PairKVCache) -> tuple[Array, mx.array]:
         """Returns the stand-ins for the next features, and the logits of pairs added `with_logits`."""
         every = len(self._logits_indices) == len(self._features)
         indices = None if every else np.array(self._logits_indices, np.int32)
@@ -228,7 +227,7 @@ class SlotKVRows(FeatureKVRows):
         self._slots = {kept[old]: slot for old, slot in self._slots.items() if old in kept}
 
     @staticmethod
-    def _logits(texts: Sequence[Any], new: Sequence[Any], hidden: Features, logits: mx.array) -> mx.array:
+    def _logits(texts: Sequence[Any], new: Sequence[Any], hidden: Array, logits: mx.array) -> mx.array:
         """Returns the logits after all new tokens [R, V], by the vectors and logits of the opened blocks' slots."""
         row = 0
         for text, rows in zip(texts, new, strict=True):

@@ -14,13 +14,11 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.heads.head import BlockHead, PairHead
-from outrider.engine.flat import FlatRows, Floats, Ints, NodeSegment, Segment
-from outrider.engine.kv_rows import Row
+from outrider.engine.flat import FlatRows, Ints, NodeSegment, Segment
+from outrider.engine.kv_rows import Array, Row
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, SavedPrefix
 from outrider.engine.steps import Step
-
-Features = mx.array | Floats
 
 MAX_BUFFERED = 2048
 
@@ -38,7 +36,7 @@ class PairKVCache(FlatRows):
 
     def feed(
         self, tokens: Any, features: Any, segments: Sequence[Segment], logits_indices: Ints | None = None
-    ) -> tuple[Features, mx.array]:
+    ) -> tuple[Array, mx.array]:
         """Feeds pairs, segment by segment, short ones first: tokens [T], features [T, W].
 
         Returns the stand-ins for the next features [R, W], and the logits [R, V], at `logits_indices`; None: at all.
@@ -74,7 +72,7 @@ class DraftBlock:
     anchor: int
     tokens: Sequence[int]
     slots: int
-    hidden: Features = field(init=False)
+    hidden: Array = field(init=False)
     logits: mx.array = field(init=False)
     row: int = field(init=False)
     step: Step | None = None
@@ -165,7 +163,7 @@ class FeatureBuffer:
         self._max_rows = max_rows
         self._rows = dict[int, Row]()  # by position
 
-    def add(self, position: int, rows: Features) -> None:
+    def add(self, position: int, rows: Array) -> None:
         """Adds rows from `position` on. Known ones are skipped; after a gap only the new ones are kept."""
         if position > self.end:
             self._rows, self.begin, self.end = {}, position, position

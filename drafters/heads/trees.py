@@ -45,11 +45,9 @@ class HeadTree(Tree):
 
     def read(self, tokens: Sequence[int]) -> int:
         count = self._arrived(len(tokens))
-        if count < len(tokens):
-            self.append(tokens[:count])
-            return count
-        self.append(tokens[:-1])
-        self._feed_root(tokens[-1])
+        self.append(tokens[:count] if count < len(tokens) else tokens[:-1])
+        if count == len(tokens):
+            self._feed_root(tokens[-1])
         return count
 
     def read_in_steps(self, tokens: Sequence[int], depth: int = 1) -> Steps[int]:
@@ -122,19 +120,15 @@ class SlotTree(HeadTree):
     """A tree of blocks, whose slots have the scores after nodes."""
 
     def begin(self, feed: TreeFeed) -> TreeInput:
-        slots = self._slots(feed)
-        growth = super().begin(feed)
-        return replace(growth, new=replace(growth.new, slots=slots))
-
-    def _slots(self, feed: TreeFeed) -> list[BlockSlot]:
-        """Returns the slot after each token: the next one of its parent's block, or the first of its own."""
+        """Also chooses the slot after each token: the next one of its parent's block, or the first of its own."""
         first, depths = self.next_node, list[int | None](feed.depths) or [None] * len(feed.tokens)
         slots: list[BlockSlot] = []
         for index, (parent, token) in enumerate(zip(feed.parents, feed.tokens, strict=True)):
             continues_block = token is None and parent < first
             following = self.kv_rows.next_slot(self._node(parent).column) if continues_block else None
             slots.append(following or BlockSlot(self._block(self._pending_path(feed, index), depths[index])))
-        return slots
+        growth = super().begin(feed)
+        return replace(growth, new=replace(growth.new, slots=slots))
 
     def _block(self, path: list[int], depth: int | None) -> DraftBlock:
         """Returns the block that the last token of a pending path opens, with `depth` slots if there is room."""
