@@ -14,19 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import Calibration, FanOut
 from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
-from outrider.drafters.work_ahead import (
-    DraftBatcher,
-    WorkAhead,
-    check_in_context,
-    check_in_vocabulary,
-    run_together,
-    start_drafting,
-)
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, run_together
 from outrider.engine.memory import PeakMemory
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.protocol import clock
@@ -51,9 +43,6 @@ log = logging.getLogger(__name__)
 
 LATENCY_DECAY = 0.95
 _MAX_FORWARDS_BETWEEN_PIECES = 8  # forwards for other requests between two pieces of a text
-
-Operation = Literal["read", "grow", "chain"]
-"""Work between two checks for messages: a piece of a text, a forward of its trees, or a chain on request."""
 
 
 @dataclass(slots=True)
@@ -112,13 +101,10 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         """`memory`: measures the drafter's peak; None: it can't be measured. `compiler`: for grammars over its tokens;
         without one it may draft tokens that a grammar excludes."""
         super().__init__(link, lambda: drafter.prompt_cache.use)
-        self._drafter = drafter
-        self._fan_out = fan_out
-        self._memory = memory
-        self._compiler = compiler
+        self._drafter, self._fan_out, self._memory, self._compiler = drafter, fan_out, memory, compiler
         self._calibration = Calibration()
         self._batcher = DraftBatcher(self._calibration)
-        self._longest_ms: dict[Operation, float] = {}
+        self._longest_ms = dict[str, float]()  # by operation: read a piece of a text, grow branches, draft a chain
         self._forwards_since_read = 0
 
     def turn(self) -> bool:
@@ -168,16 +154,10 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         if self._memory is not None and not self._running:
             self._memory.restart()
 
-        work = start_drafting(
-            self._drafter,
-            message.tokens.tolist(),
-            message.sampling,
-            message.eos,
-            self._fan_out,
-            self._calibration,
-            cached=message.fan_out,
-            constraint=self._compiler.constraint_of(message) if self._compiler is not None else None,
-        )
+        tokens = message.tokens.tolist()
+        constraint = self._compiler.constraint_of(message) if self._compiler is not None else None
+        tree = self._drafter.open(tokens, message.sampling, constraint, message.fan_out)
+        work = WorkAhead(tree, message.eos, self._fan_out, self._calibration, tokens[tree.committed_len :])
         nothing = Commit(message.request, message.epoch, message.round, work.committed_len, (), None, 0, 0)
         self._running[message.request] = DraftRequest(work, nothing, clock.now())
 
@@ -194,11 +174,11 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             self._close(message.request)
             self._link.send(Resync(request=message.request, epoch=message.epoch))
             return
-        check_in_vocabulary(self._drafter, (*message.tokens, *(message.verifying or ())))
-        check_in_context(self._drafter, running.work.committed_len + len(message.tokens))
+        new = (*message.tokens, *(message.verifying or ()))
+        self._drafter.check_text(new, running.work.committed_len + len(message.tokens))
         now_ns = clock.now()
         if running.is_next(message):
-            self._batcher.capacity.record_round((now_ns - running.committed_ns) / clock.MILLISECOND_NS)
+            self._batcher.capacity.rounds.add(1, (now_ns - running.committed_ns) / clock.MILLISECOND_NS)
         running.commit(message, now_ns)
 
     def _on_features(self, message: Features) -> None:
@@ -234,7 +214,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         self._report()
 
     @contextmanager
-    def _timed(self, operation: Operation) -> Iterator[int]:
+    def _timed(self, operation: str) -> Iterator[int]:
         """Announces how long an operation should take, the longest time so far, which decays; then measures it. Yields
         the time at which it begins."""
         expected_ms, started_ns = self._longest_ms.get(operation, 0.0), clock.now()

@@ -34,20 +34,14 @@ class TokenTree(Protocol):
 
     For residual sampling a tree may draw: a node's own continuation (`best`, or a fed None) is drawn from a known q.
     Each drawn chain has its own noise, and begins after a token that the caller gave (`engine.residual`).
+
+    `cached`: the number of leading tokens that came from the prompt cache; known after the first `read`.
     """
 
-    @property
-    def draws(self) -> bool: ...
-
-    @property
-    def root(self) -> int: ...
-
-    @property
-    def next_node(self) -> int: ...
-
-    @property
-    def cached(self) -> int:
-        """The number of leading tokens that came from the prompt cache; known after the first `read`."""
+    draws: bool
+    root: int
+    next_node: int
+    cached: int
 
     @property
     def committed_len(self) -> int:
@@ -132,11 +126,7 @@ class Drafter:
     features = ""
 
     def open(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        constraint: Constraint | None = None,
-        cached: int = 1,
+        self, tokens: Sequence[int], sampling: SamplingParams, constraint: Constraint | None = None, cached: int = 1
     ) -> TokenTree:
         """Returns a tree for a text that begins with `tokens` (at least one). Makes no forward: the caller reads the
         tokens that the tree has not committed.
@@ -146,13 +136,31 @@ class Drafter:
         `cached` continuations of a node. A drafter that can't draw proposes its best tokens.
 
         Raises:
-            InvalidRequest: a token is not in the vocabulary.
+            DrafterFault: it can't handle these tokens.
         """
-        from outrider.engine.kv_cache import check_prompt  # deferred, as below: imports mlx-lm
-        from outrider.engine.residual import Draws
+        from outrider.engine.residual import Draws  # deferred, as below: imports mlx-lm
 
-        check_prompt(tokens, self.vocab_size)
+        self.check_text(tokens, len(tokens))
         return self.make_tree(self.sampler(sampling, constraint), Draws.of(sampling, cached))
+
+    def check_text(self, tokens: Sequence[int], length: int) -> None:
+        """Checks that it has these `tokens` of a text, and that a text of this length leaves room for a draft. The
+        target may have more tokens: padding that only random models produce.
+
+        Raises:
+            DrafterFault: it lacks one of them, or the text is too long.
+        """
+        foreign = max(tokens, default=0)
+        if foreign >= self.vocab_size:
+            raise DrafterFault(
+                f"token {foreign} is not among the {self.vocab_size} tokens of the draft model; drafting is off from"
+                " here on"
+            )
+        if length >= self.context_length:
+            raise DrafterFault(
+                f"the text has {length} tokens and the draft model's context is {self.context_length}; drafting is off"
+                " for this request"
+            )
 
     def sampler(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Sampler:
         """Returns the sampler of a text's drafts."""

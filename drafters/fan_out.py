@@ -9,9 +9,12 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+
+from outrider.protocol.trees import Candidate
 
 MAX_RANK = 8
 SAMPLE_DECAY = 0.998
@@ -33,12 +36,24 @@ POWER_LAW_EXPONENT = 1.0
 class ForkPoint:
     """A fork point: the drafter's scores after k accepted tokens.
 
-    `own_gap` is how far the chain's next token scores above the best other token; None after the whole chain. `gaps`
-    are how far the candidates for the bonus token, best first, score below the drafter's best token.
+    `own_gap` is how far the chain's next token scores above the best other token; None after the whole chain. `others`
+    are the candidates for the bonus token, best first, and `gaps` how far they score below the drafter's best token.
     """
 
     own_gap: float | None
     gaps: tuple[float, ...]
+    others: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, token: int | None, candidates: Sequence[Candidate], eos: Collection[int] = ()) -> ForkPoint:
+        """Returns the point before the chain's `token` (None after its end), given the `candidates` there, best first.
+        End tokens are no candidates for a bonus token."""
+        others = [candidate for candidate in candidates if candidate.token != token and candidate.token not in eos]
+        gaps, own_gap = tuple(candidate.gap for candidate in others), None
+        if token is not None:
+            best, worst = (gaps[0], gaps[-1]) if gaps else (math.inf, math.inf)
+            own_gap = best - next((candidate.gap for candidate in candidates if candidate.token == token), worst)
+        return cls(own_gap, gaps, tuple(candidate.token for candidate in others))
 
     def gap_to_first(self, rank: int) -> float:
         """Returns how far candidate `rank` is below the first candidate."""
@@ -72,7 +87,7 @@ class Calibration:
     def __init__(self) -> None:
         middles = [0.0, *((a + b) / 2 for a, b in pairwise(GAP_EDGES)), 12.0]
         self._accepted = [Share(1.0 - 0.6 * math.exp(-gap / 1.5)) for gap in middles]
-        self._by_position: list[Share] = []
+        self._by_position = defaultdict[int, Share](lambda: Share(0.75))
         self._by_gap = {
             full: [[Share(_prior_rate(full, rank, gap)) for gap in middles] for rank in range(MAX_RANK)]
             for full in (False, True)
@@ -88,8 +103,6 @@ class Calibration:
 
         `points` are those of 0..accepted; the last may be missing if the drafter did not score it.
         """
-        while len(self._by_position) < chain_length:
-            self._by_position.append(Share(0.75))
         for position in range(min(accepted + 1, chain_length)):
             gap = points[position].own_gap
             self._by_position[position].add(position < accepted)
@@ -109,7 +122,7 @@ class Calibration:
         """Returns the probability that chain token `position` is accepted if all before it are; by its gap if known."""
         if gap is not None:
             return self._accepted[bisect(GAP_EDGES, gap)].value
-        return self._by_position[position].value if position < len(self._by_position) else 0.75
+        return self._by_position[position].value
 
     def bonus_probability(self, full: bool, rank: int, point: ForkPoint | None = None) -> float:
         """Returns the probability that the bonus token is candidate `rank`, not counting the chain's own token."""

@@ -85,26 +85,6 @@ class Continuation:
         return Alternatives(self.chain[count:], self.parents[count:], self.odds[count:]) if self.parents else None
 
 
-@dataclass(frozen=True, slots=True)
-class AlternativesAt:
-    """The alternatives to token k of a chain, best first, and their gaps. Each covers one outcome (k, t)."""
-
-    others: tuple[int, ...]
-    point: ForkPoint
-
-    @classmethod
-    def of(cls, token: int | None, candidates: Sequence[Candidate], eos: Collection[int] = ()) -> AlternativesAt:
-        """Returns the alternatives to the chain's `token` (None after its end) without `eos`, given the `candidates` at
-        its position, best first.
-        """
-        others = [candidate for candidate in candidates if candidate.token != token and candidate.token not in eos]
-        gaps, own_gap = tuple(candidate.gap for candidate in others), None
-        if token is not None:
-            best, worst = (gaps[0], gaps[-1]) if gaps else (math.inf, math.inf)
-            own_gap = best - next((candidate.gap for candidate in candidates if candidate.token == token), worst)
-        return cls(tuple(candidate.token for candidate in others), ForkPoint(own_gap, gaps))
-
-
 def count_worthwhile_positions(count: int, calibration: Calibration, threshold: float) -> int:
     """Returns how many of a chain's first tokens can have an alternative with a probability above `threshold`."""
     mass, worth = 1.0, 0
@@ -118,25 +98,24 @@ def count_worthwhile_positions(count: int, calibration: Calibration, threshold: 
 
 @dataclass(frozen=True, slots=True)
 class ChainAlternatives:
-    """A chain and the alternatives at its first positions."""
+    """A chain and the alternatives at its first positions, the fork points before its tokens."""
 
     chain: tuple[int, ...]
-    places: Sequence[AlternativesAt]
+    points: Sequence[ForkPoint]
 
     @classmethod
     def of(cls, chain: Sequence[int], candidates: Sequence[Sequence[Candidate]]) -> ChainAlternatives:
         """Returns the alternatives of a chain, given the `candidates` at its first positions, best first."""
-        places = [AlternativesAt.of(token, ranked) for token, ranked in zip(chain, candidates, strict=False)]
-        return cls(tuple(chain), places)
+        return cls(tuple(chain), [ForkPoint.of(token, own) for token, own in zip(chain, candidates, strict=False)])
 
     def tree(self, calibration: Calibration, threshold: float, eos: Collection[int] = ()) -> Continuation:
         """Returns a tree of the chain, then the alternatives but `eos` likelier than `threshold`, by position."""
         count, mass = len(self.chain), 1.0
         tokens, parents, odds = list(self.chain), list(chain_parents(count)), [0.0] * count
-        for index, place in enumerate(self.places):
-            odds[index] = rate = calibration.acceptance(index, place.point.own_gap)
-            for rank, token in enumerate(place.others[: MAX_CHILDREN - 1]):
-                share = (1.0 - rate) * calibration.bonus_probability(False, rank, place.point)
+        for index, point in enumerate(self.points):
+            odds[index] = rate = calibration.acceptance(index, point.own_gap)
+            for rank, token in enumerate(point.others[: MAX_CHILDREN - 1]):
+                share = (1.0 - rate) * calibration.bonus_probability(False, rank, point)
                 if mass * share > threshold and token not in eos and len(tokens) - count < MAX_ALTERNATIVES:
                     tokens.append(token)
                     parents.append(index - 1)
@@ -147,11 +126,11 @@ class ChainAlternatives:
     def update_calibration(self, calibration: Calibration, tokens: Sequence[int]) -> None:
         """Updates the calibration by the tokens that became final, which may be fewer than the chain's."""
         accepted = common_prefix_length(self.chain, tokens)
-        points = [place.point for place in self.places[: accepted + 1]]
+        points = self.points[: accepted + 1]
         if accepted == len(tokens):
             calibration.learn(points[:accepted], accepted, accepted, None)
             return
-        bonus, others = tokens[accepted], self.places[accepted].others if accepted < len(self.places) else ()
+        bonus, others = tokens[accepted], points[accepted].others if accepted < len(points) else ()
         calibration.learn(points, len(self.chain), accepted, others.index(bonus) if bonus in others else None)
 
 
@@ -243,17 +222,12 @@ class GrowingBranch:
     odds: list[float] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
 
-    @property
-    def reach_prob(self) -> float:
-        """The probability that all its tokens so far are accepted, so that the next one can be."""
-        return self.outcome * math.prod(self.odds)
-
 
 class BranchGrowth:
     """The growth of the branches of one chain.
 
     `_spine[k]` is the node after which the outcome (k, t) places its bonus token t: the root, then the chain's nodes as
-    far as they are fed. `_candidates[k]` are the drafter's candidates there, None until they are read. `_ranks[k]` are
+    far as they are fed. `_points[k]` has the drafter's candidates there, None until they are read. `_ranks[k]` are
     the candidates that get a branch; for k below `_forked` their branches have begun.
     """
 
@@ -266,13 +240,11 @@ class BranchGrowth:
         fan_out: FanOut,
         calibration: Calibration,
     ) -> None:
-        fed = find_fed_path(tree, tree.root, chain)
-        self._tree = tree
-        self._chain, self._task, self._eos = chain, task, eos
+        self._tree, self._chain, self._task, self._eos = tree, chain, task, eos
         self._fan_out, self._calibration = fan_out, calibration
-        self._depth = min(task.depth, self._tree.room - len(chain) - 1)
-        self._spine = [self._tree.root, *fed]
-        self._candidates: list[AlternativesAt | None] = [None] * (len(chain) + 1)
+        self._depth = min(task.depth, tree.room - len(chain) - 1)
+        self._spine = [tree.root, *find_fed_path(tree, tree.root, chain)]
+        self._points: list[ForkPoint | None] = [None] * (len(chain) + 1)
         self._ranks: list[range] = []
         self._growing: list[GrowingBranch] = []
         self._has_begun = False
@@ -293,8 +265,7 @@ class BranchGrowth:
         if self._ranks or self._is_forked:
             return None
         self._read_candidates(range(len(self._spine)))
-        points = [at.point if at else None for at in self._candidates]
-        return BranchRequest(points, self._task.branches, self._depth, self._task.rank_offset)
+        return BranchRequest(self._points, self._task.branches, self._depth, self._task.rank_offset)
 
     def grant(self, demand: BranchRequest, branches: int) -> None:
         """Divides `branches` among the fork points: those that the fan-out chooses after the first `rank_offset`."""
@@ -304,11 +275,12 @@ class BranchGrowth:
         self._ranks = [range(first, last) for first, last in zip(since, until, strict=True)]
 
     def advance(self, rows: int | None = None) -> Steps[ReadyBranches]:
-        """Makes one forward: begins new branches, feeds the rest of the chain, and grows the `rows` likeliest branches
-        (None: all) by a token."""
+        """Makes one forward: begins new branches, feeds the rest of the chain, and grows `rows` branches (None: all) by
+        a token, those whose tokens so far are the likeliest to be accepted."""
         self._has_begun = True
-        complete = self._fork()
-        grown = self._growing if rows is None else heapq.nlargest(rows, self._growing, key=lambda b: b.reach_prob)
+        complete, grown = self._fork(), self._growing
+        if rows is not None:
+            grown = heapq.nlargest(rows, grown, key=lambda branch: branch.outcome * math.prod(branch.odds))
         for branch, (token, odds) in zip(grown, (yield from self._feed(grown)), strict=True):
             branch.chain.append(token)
             branch.odds.append(odds)
@@ -328,7 +300,7 @@ class BranchGrowth:
         if accepted >= len(self._spine):
             return
         self._read_candidates(range(accepted + 1))
-        known = [at for at in self._candidates[: accepted + 1] if at is not None]
+        known = [point for point in self._points[: accepted + 1] if point is not None]
         ChainAlternatives(self._chain, known).update_calibration(self._calibration, tokens)
 
     def _feed(self, grown: Sequence[GrowingBranch]) -> Steps[list[tuple[int, float]]]:
@@ -355,13 +327,12 @@ class BranchGrowth:
             return []
         self._forked = len(self._spine)
         self._read_candidates(ready)
-        points = [at.point if at else None for at in self._candidates]
-        stop_probs = stop_probabilities(points, self._calibration)
+        stop_probs = stop_probabilities(self._points, self._calibration)
         begun: list[GrowingBranch] = []
         for k in ready:
-            at, granted = self._candidates[k], self._ranks[k]
-            for place, bonus in islice(enumerate(at.others), granted.start, granted.stop) if at else ():
-                share = self._calibration.bonus_probability(k == len(self._chain), place, points[k])
+            point, granted = self._points[k], self._ranks[k]
+            for rank, bonus in islice(enumerate(point.others), granted.start, granted.stop) if point else ():
+                share = self._calibration.bonus_probability(k == len(self._chain), rank, point)
                 begun.append(GrowingBranch(k, bonus, stop_probs[k] * share))
                 self._reuse_nodes(begun[-1])
         self._growing += [branch for branch in begun if not self._is_complete(branch)]
@@ -373,14 +344,14 @@ class BranchGrowth:
 
     def _read_candidates(self, points: Sequence[int]) -> None:
         """Reads the drafter's unknown candidates at these fork points, without the chain's own token and EOS."""
-        unread = [k for k in points if self._candidates[k] is None]
+        unread = [k for k in points if self._points[k] is None]
         if not unread:
             return
         count = max(self._task.rank_offset + self._task.branches, MAX_RANK) + 1 + len(self._eos)
         ranked = self._tree.candidates([self._spine[k] for k in unread], count)
         for k, candidates in zip(unread, ranked, strict=True):
             own = self._chain[k] if k < len(self._chain) else None  # it can't be the bonus token after k tokens
-            self._candidates[k] = AlternativesAt.of(own, candidates, self._eos)
+            self._points[k] = ForkPoint.of(own, candidates, self._eos)
 
     def _reuse_nodes(self, branch: GrowingBranch) -> None:
         """Adds the branch's first tokens as far as they were fed in an earlier round."""

@@ -27,10 +27,8 @@ class MlxDrafter(Drafter):
         self._reader = None if isinstance(reader, str) else reader
         self.note = reader if isinstance(reader, str) else reader.note
         self.left_out = (self.note,) if self.note and self._reader is None else ()
-        self.vocab_size = model.vocab_size
-        self.context_length = model.context_length
-        self.parameters = model.parameters
-        self.weight_bytes = model.weight_bytes
+        self.vocab_size, self.context_length = model.vocab_size, model.context_length
+        self.parameters, self.weight_bytes = model.parameters, model.weight_bytes
         self.prompt_cache = PromptCache(measure_tree_cost(model))
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from outrider.drafters.drafter import Drafter, DrafterFault, TokenTree
+from outrider.drafters.drafter import TokenTree
 from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut, divide_branches
 from outrider.drafters.growth import (
     MAX_CHILDREN,
@@ -29,10 +29,8 @@ from outrider.drafters.growth import (
     make_chain_feed,
 )
 from outrider.engine.forward_cost import ForwardCost
-from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, wrap_model_errors
-from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
 
 _MAX_TOKENS_WITH_CHAIN = 16  # committed tokens that can be fed together with the chain
@@ -62,10 +60,8 @@ class WorkAhead:
         unread: Sequence[int] = (),
     ) -> None:
         """`unread`: the tokens of the text that the tree has not committed."""
-        self.tree = tree
-        self._eos = frozenset(eos)
-        self._fan_out = fan_out
-        self._calibration = calibration
+        self.tree, self._eos = tree, frozenset(eos)
+        self._fan_out, self._calibration = fan_out, calibration
         self.growth: BranchGrowth | None = None  # of the chain under verification
         self.proposed: ChainAlternatives | None = None
         self._unfed = list(unread)  # committed, and not yet fed
@@ -168,90 +164,34 @@ class WorkAhead:
             self.growth = BranchGrowth(self.tree, task.verifying, task, eos, self._fan_out, self._calibration)
 
 
-def start_drafting(
-    drafter: Drafter,
-    tokens: Sequence[int],
-    sampling: SamplingParams,
-    eos: Collection[int],
-    fan_out: FanOut,
-    calibration: Calibration,
-    *,
-    cached: int = 1,
-    constraint: Constraint | None = None,
-) -> WorkAhead:
-    """Returns the work for a text that begins with `tokens`. Continuations are drawn for residual sampling if the
-    drafter can.
-
-    Args:
-        cached: the number of continuations of a node whose weight Saguaro's factor lowers.
-        constraint: the text's grammar, so that only tokens that it allows are proposed.
-
-    Raises:
-        DrafterFault: the drafter can't handle these tokens.
-    """
-    check_in_vocabulary(drafter, tokens)
-    check_in_context(drafter, len(tokens))
-    tree = drafter.open(tokens, sampling, constraint, cached)
-    return WorkAhead(tree, eos, fan_out, calibration, tokens[tree.committed_len :])
-
-
-def check_in_context(drafter: Drafter, length: int) -> None:
-    """Checks that a text of this length leaves room for a draft. Raises DrafterFault if it does not."""
-    if length >= drafter.context_length:
-        raise DrafterFault(
-            f"the text has {length} tokens and the draft model's context is {drafter.context_length}; drafting is"
-            " off for this request"
-        )
-
-
-def check_in_vocabulary(drafter: Drafter, tokens: Sequence[int]) -> None:
-    """Checks that the draft model has these tokens. The target may have more: padding that only random models produce.
-
-    Raises:
-        DrafterFault: it lacks one.
-    """
-    foreign = max(tokens, default=0)
-    if foreign >= drafter.vocab_size:
-        raise DrafterFault(
-            f"token {foreign} is not among the {drafter.vocab_size} tokens of the draft model; drafting is off"
-            " from here on"
-        )
-
-
 class Capacity:
-    """Estimates how many branches can be ready before the target's outcome, from the time of a forward by its rows and
-    the length of a round; old measurements lose weight."""
+    """Estimates how many branches can be ready before the target's outcome; old measurements lose weight.
+
+    `forwards`: the time of a forward by its rows. `rounds`: the time between two commits of a request in SSD.
+    """
 
     def __init__(self) -> None:
-        self._cost, self._rounds = ForwardCost(), ForwardCost()
-
-    def record_forward(self, rows: float, ms: float) -> None:
-        """Records a forward of `rows` tokens, which took `ms`, or the means of several."""
-        self._cost.add(rows, ms)
-
-    def record_round(self, ms: float) -> None:
-        """Records the time between two commits of a request in SSD."""
-        self._rounds.add(1, ms)
+        self.forwards, self.rounds = ForwardCost(), ForwardCost()
 
     def max_branches(self, depth: int) -> int:
         """Returns how many branches of this depth can grow in a round, over all requests.
 
         They take one forward more than their depth, because branches of full acceptance begin with the second.
         """
-        if min(self._rounds.seen, self._cost.seen) < MIN_MEASUREMENTS:
+        if min(self.rounds.seen, self.forwards.seen) < MIN_MEASUREMENTS:
             return UNMEASURED_BRANCHES
-        fixed, each = self._cost.line
-        room = self._rounds(1) / (depth + 1) - fixed
+        fixed, each = self.forwards.line
+        room = self.rounds(1) / (depth + 1) - fixed
         return max(int(room / each), 0)
 
     def rows_per_forward(self) -> int:
         """Returns how many branches one forward should grow, so that several forwards end in a round. It should grow
         more if a forward itself costs more than these rows, as on a GPU; while forwards of one size do not show that,
         it counts as free, so that smaller ones are tried."""
-        if min(self._rounds.seen, self._cost.seen) < MIN_MEASUREMENTS:
+        if min(self.rounds.seen, self.forwards.seen) < MIN_MEASUREMENTS:
             return UNMEASURED_BRANCHES
-        fixed, each = self._cost.line
-        in_time = (self._rounds(1) / _FORWARDS_PER_ROUND - fixed) / each
+        fixed, each = self.forwards.line
+        in_time = (self.rounds(1) / _FORWARDS_PER_ROUND - fixed) / each
         return max(int(in_time), math.ceil(fixed / each), 2)
 
 
@@ -279,7 +219,7 @@ class DraftBatcher:
         found, rows = run_together([work.advance(at_once) for work in sound])
         self._unread += (1, rows, (clock.now() - started_ns) / clock.MILLISECOND_NS) if rows else 0
         if self._unread.any() and any(found):
-            self.capacity.record_forward(*(self._unread[1:] / self._unread[0]).tolist())
+            self.capacity.forwards.add(*(self._unread[1:] / self._unread[0]).tolist())
             self._unread = np.zeros(3)
         results = iter(found)
         return [failed[id(work)] if id(work) in failed else next(results) for work in works]

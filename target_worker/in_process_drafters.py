@@ -21,7 +21,7 @@ from outrider.drafters.heads.early_exit import ExitDraft, ExitDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDraft, NgramDrafter
-from outrider.drafters.work_ahead import DraftTurn, WorkAhead, check_in_vocabulary, run_together, start_drafting
+from outrider.drafters.work_ahead import DraftTurn, WorkAhead, run_together
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, HiddenStatesListener, KVCache
 from outrider.engine.loading import LoadedModel
@@ -48,21 +48,12 @@ def propose(turns: Sequence[DraftTurn]) -> list[Continuation | OutriderError]:
 class ModelDraftSession:
     """A request of a draft model. Each `turn` first commits the new tokens in the model's tree."""
 
-    def __init__(
-        self,
-        model: InProcessModel,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        constraint: Constraint | None = None,
-    ) -> None:
+    def __init__(self, model: InProcessModel, sampling: SamplingParams, constraint: Constraint | None = None) -> None:
         # No outcomes are prepared, so there are no tokens whose weight Saguaro's factor could lower.
-        unscaled = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
-        policy, calibration = FAN_OUT_POLICIES["uniform"], model.calibration
-        self._drafter = model.drafter
+        self._sampling = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
+        self._drafter, self._calibration, self._constraint = model.drafter, model.calibration, constraint
+        self._has_begun = False
         self._work: WorkAhead | None = None
-        self._start: Callable[[], WorkAhead] | None = partial(
-            start_drafting, self._drafter, tokens, unscaled, (), policy, calibration, constraint=constraint
-        )
 
     def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn:
         """Prepares the draft of `task` after the committed `tokens`, which extend those of the call before.
@@ -74,13 +65,14 @@ class ModelDraftSession:
         """
         if len(tokens) >= self._drafter.context_length:
             self.close(discard=False)
-        elif self._start is not None:
-            start, self._start = self._start, None  # if it fails, this text gets no drafts
-            self._work = start()
+        elif not self._has_begun:
+            self._has_begun = True  # if it fails, this text gets no drafts
+            tree, policy = self._drafter.open(tokens, self._sampling, self._constraint), FAN_OUT_POLICIES["uniform"]
+            self._work = WorkAhead(tree, (), policy, self._calibration, tokens[tree.committed_len :])
         if self._work is None:
             return DraftTurn(without_forwards(Continuation()))
         work, new = self._work, tokens[self._work.committed_len :]
-        check_in_vocabulary(self._drafter, new)
+        self._drafter.check_text(new, len(tokens))
         work.commit(new, BranchTask(None, task.depth, min_prob=task.min_prob))
         return DraftTurn(work.continuation(task.depth), work.read if work.must_read else None)
 
@@ -172,7 +164,7 @@ class InProcessDrafters:
         for name, proposer in self.drafters.items():
             match proposer:
                 case InProcessModel():
-                    sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, constraint())
+                    sessions[name] = partial(ModelDraftSession, proposer, sampling, constraint())
                 case NgramDrafter():
                     sessions[name] = partial(NgramDraft, proposer)
                 case ExitDrafter():

@@ -24,7 +24,6 @@ from outrider.protocol.errors import CannotDraft
 
 _SUPPORTED_MODEL_TYPES = ("qwen3", "llama", "dflash", "dspark", "")
 _DEFAULT_BLOCK_SIZE = 16
-_PREFIX_LOSS_TYPES = ("variable_prefix", "vp_drafter")  # NeMo's and SpecForge's names of D2SD's training method
 
 
 class BlockConvolution(nn.Module):  # type: ignore[misc]
@@ -59,9 +58,8 @@ class DFlashConfig(LayerSizes):
     """Sizes and switches. `taps`: the tapped layers. `depth`: the maximum draft of a block, in tokens.
 
     `from_anchor`: the last token's own row drafts the first token. `layers`: of each, its window (None: all), and
-    whether it is causal: rows of a block see no later ones. `sees_prefixes`: trained with more than the first token of
-    a block known. `output_multiplier` scales vectors before the output layer, `final_logit_softcapping` limits the
-    logits after it.
+    whether it is causal: rows of a block see no later ones. `output_multiplier` scales vectors before the output layer,
+    `final_logit_softcapping` limits the logits after it. `gated`: the Markov head is.
     """
 
     taps: tuple[int, ...]
@@ -69,11 +67,10 @@ class DFlashConfig(LayerSizes):
     mask_token_id: int
     depth: int
     from_anchor: bool = False
-    sees_prefixes: bool = False
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
-    markov_head_type: str = ""
     markov_rank: int = 0
+    gated: bool = False
     conv_kernel_size: int = 0
     conv_group_size: int = 16
     selector_rank: int = 0
@@ -115,7 +112,7 @@ class DFlash(BlockHead):
         self._vocabulary = vocabulary
         self.points, self.context_length = HiddenStatePoints(config.taps), config.context_length
         self.depth, self.mask_token = config.depth, config.mask_token_id
-        self.from_anchor, self.sees_prefixes = config.from_anchor, config.sees_prefixes
+        self.from_anchor = config.from_anchor
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.layers = [DFlashBlock(config, window, causal) for window, causal in config.layers]
@@ -123,7 +120,7 @@ class DFlash(BlockHead):
         if vocabulary.ids is not None:
             self.lm_head = nn.Linear(size, vocabulary.draft_size, bias=False)
         if config.markov_rank:
-            self.markov_head = Markov(config.markov_head_type, config.markov_rank, size, vocabulary)
+            self.markov_head = Markov(config.gated, config.markov_rank, size, vocabulary)
         if config.selector_rank:
             self.candidate_selector = Selector(config.selector_rank, size, vocabulary.size)
 
@@ -188,7 +185,7 @@ def _parse_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
     block, from_anchor = int(config.get("block_size") or _DEFAULT_BLOCK_SIZE), _parse_from_anchor(config)
     markov = int(config.get("markov_rank") or 0)
     kind = str(config.get("markov_head_type") or "vanilla").lower()
-    if markov and kind not in ("vanilla", "gated", "rnn"):
+    if markov and kind not in ("vanilla", "gated"):
         raise CannotDraft(f"{checkpoint.name} has a Markov head of type {kind!r}, which is not supported")
     return checkpoint.sizes(
         DFlashConfig,
@@ -197,8 +194,7 @@ def _parse_config(checkpoint: HeadCheckpoint) -> DFlashConfig:
         layers=tuple(_parse_layers(config)),
         depth=block if from_anchor else block - 1,
         from_anchor=from_anchor,
-        sees_prefixes=config.get("loss_type") in _PREFIX_LOSS_TYPES,
-        markov_head_type=kind,
+        gated=kind == "gated",
     )
 
 

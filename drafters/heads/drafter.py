@@ -11,9 +11,16 @@ from mlx.utils import tree_flatten
 from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.drafters.fan_out import Calibration
 from outrider.drafters.growth import MAX_CHILDREN, ChainAlternatives, Continuation, Steps
-from outrider.drafters.heads.head import NOT_FINITE_MESSAGE, BlockHead, Head
+from outrider.drafters.heads.head import BlockHead, Head
 from outrider.drafters.heads.kv_rows import MAX_PENDING_PAIRS, BlockKVRows, MaskedKVRows, PairKVRows
-from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED, FeatureBuffer, FeatureKVCache, SavedPairs, make_kv_cache
+from outrider.drafters.heads.pair_kv_cache import (
+    MAX_BUFFERED,
+    FeatureBuffer,
+    FeatureKVCache,
+    HeadKVCache,
+    PairKVCache,
+    SavedPairs,
+)
 from outrider.drafters.heads.trees import BlockTree, HeadTree, MaskedTree, PairTree
 from outrider.drafters.work_ahead import DraftTurn
 from outrider.engine.ort.forward import OrtForward
@@ -21,7 +28,7 @@ from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import CannotDraft, ModelFault, OutriderError, wrap_model_errors
+from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.messages import InProcess
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
@@ -31,36 +38,26 @@ log = logging.getLogger(__name__)
 
 _MAX_REREAD_TOKENS = 16  # cached tokens that the target reads again, so that the head can continue its own prefix
 
-UNTRAINED_PREFIX_NOTE = (
-    "this head was not trained for blocks that begin with known tokens (loss_type variable_prefix in dflash_config), so"
-    " its branches, which do, are accepted less often than its chains; use a head that was, or head_in target"
-)
-
 
 class HeadDrafter(Drafter):
     """A `Drafter` with `head`, and a drafter in the target's process.
 
-    `note` is a note for users; `is_weak`: it says why few drafts will be accepted. `agreement`: how often the head
-    predicted the target's next token in a trial, if there was one; `features`: the required source of the features.
+    `is_weak`: its `note` says why few drafts will be accepted. `agreement`: how often the head predicted the target's
+    next token in a trial; None: there was none.
     """
 
+    agreement: float | None = None
+    is_weak = False
+
     def __init__(
-        self,
-        head: Head,
-        vocab_size: int,
-        note: str = "",
-        cpu: OrtForward | None = None,
-        agreement: float | None = None,
-        backend: str = "",
-        features: str = "",
+        self, head: Head, vocab_size: int, cpu: OrtForward | None = None, backend: str = "", features: str = ""
     ) -> None:
         """`vocab_size`: the target's. `cpu` computes the head's forwards; None: MLX does."""
-        self.head, self.note, self.agreement, self.backend, self.features = head, note, agreement, backend, features
+        self.head, self.backend, self.features = head, backend, features
         self.vocab_size, self.context_length, self.weight_bytes = vocab_size, head.context_length, head.weight_bytes
-        self.is_weak = bool(note)
         self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
-        self.kv_cache = make_kv_cache(head, cpu)
+        self.kv_cache: HeadKVCache = FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, cpu)
         self.calibration = Calibration()
 
     def make_tree(self, sampler: Sampler, draws: Draws | None) -> TokenTree:
@@ -72,11 +69,7 @@ class HeadDrafter(Drafter):
         return HeadDraft(self, self.sampler(sampling, constraint))
 
     def tree(
-        self,
-        sampler: Sampler,
-        features: FeatureBuffer,
-        cache: PromptCache | None = None,
-        masks: bool = False,
+        self, sampler: Sampler, features: FeatureBuffer, cache: PromptCache | None = None, masks: bool = False
     ) -> PairTree | BlockTree:
         """Returns a tree. `masks`: it only drafts after its committed text, by a block of masks if the head has one."""
         kv_cache, size = self.kv_cache, self.context_length
@@ -85,25 +78,6 @@ class HeadDrafter(Drafter):
         if masks and self.head.depth is not None:
             return MaskedTree(MaskedKVRows(kv_cache, features), sampler, size, cache=cache)
         return PairTree(PairKVRows(kv_cache, features), sampler, size, cache=cache)
-
-
-def make_for_draft_worker(
-    head: Head, backend: str, vocab_size: int, features: str = "", cpu: OrtForward | None = None
-) -> HeadDrafter:
-    """Returns the drafter of a draft worker, where it works ahead like a draft model. See `HeadDrafter`.
-
-    Raises:
-        CannotDraft: it can't continue where the target's features have not arrived yet.
-    """
-    note = ""
-    if isinstance(head, BlockHead):
-        if head.link is not None and head.link.is_recurrent:
-            raise CannotDraft(
-                f"the state of this {backend} head starts anew with each block, so it can't continue from an outcome"
-                " inside one; use head_in target"
-            )
-        note = "" if head.sees_prefixes else UNTRAINED_PREFIX_NOTE
-    return HeadDrafter(head, vocab_size, note, cpu, backend=backend, features=features)
 
 
 class HeadDraft:
@@ -122,7 +96,7 @@ class HeadDraft:
         self._tree: HeadTree | None = None
         self._start: tuple[SavedPairs, int] | None = None  # what it begins with: the saved pairs before a position
         self._tokens: Sequence[int] = ()
-        self._length, self._min_prob = 0, 1.0
+        self._length = 0
         self._proposed: ChainAlternatives | None = None
         self._closed = False
 
@@ -149,22 +123,16 @@ class HeadDraft:
         if self.features.begin != begin:
             self._start = None
 
-    def set_text(self, tokens: Sequence[int], min_prob: float = 1.0) -> HeadDraft:
-        """Sets the committed text to continue, which extends that of the last call, and returns itself.
-
-        With a `min_prob` below 1 the draft has alternatives with a greater probability than that.
-        """
+    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn:
+        """Returns the turn in which `task` is drafted after the committed `tokens`, which extend those of the last
+        call. Nothing is drafted if features are missing."""
         new = tokens[self._length :]
         if self._proposed is not None and new:
             self._proposed.update_calibration(self._drafter.calibration, new)
-        self._proposed, self._tokens, self._length, self._min_prob = None, tokens, len(tokens), min_prob
-        return self
-
-    def turn(self, tokens: Sequence[int], task: InProcess) -> DraftTurn:
-        """Returns the turn in which `task` is drafted after the committed `tokens`; see `set_text`."""
-        steps = self.set_text(tokens, task.min_prob).continuation(task.depth)
-        is_behind = self.features.count > MAX_PENDING_PAIRS + 1 and self.limit_depth(task.depth) > 0
-        return DraftTurn(steps, self._read_pairs if is_behind else None)
+        self._proposed, self._tokens, self._length = None, tokens, len(tokens)
+        depth = self._limit_depth(task.depth)
+        is_behind = depth > 0 and self.features.count > MAX_PENDING_PAIRS + 1
+        return DraftTurn(self._draft(depth, task.min_prob), self._read_pairs if is_behind else None)
 
     def _read_pairs(self) -> bool:
         """Reads the pairs before the last one, so that they do not count as drafting."""
@@ -187,32 +155,26 @@ class HeadDraft:
         """Whether it has the features of all committed tokens but the last, and some of them are not read."""
         return self.features.end == self._length - 1 and self.features.count > 0
 
-    def limit_depth(self, depth: int) -> int:
+    def _limit_depth(self, depth: int) -> int:
         """Returns how many of `depth` tokens it can draft; 0: none, as features are missing or it is closed."""
         if self._closed or not self.is_up_to_date:
             return 0
         most = self._drafter.head.depth or depth
         return max(0, min(depth, most, self._drafter.context_length - self._length))
 
-    def continuation(self, depth: int) -> Steps[Continuation]:
-        """Returns up to `depth` tokens after the committed text, chained on the device and evaluated once; none if
-        features are missing."""
-        depth = self.limit_depth(depth)
+    def _draft(self, depth: int, min_prob: float) -> Steps[Continuation]:
+        """Returns `depth` tokens after the committed text, chained on the device and evaluated once. With a `min_prob`
+        below 1 they have alternatives with a greater probability than that."""
         if not depth:
             return Continuation()
         tree = self.tree
         nodes = [(yield from tree.read_in_steps(self._tokens[tree.committed_len : self._length], depth))]
         for remaining in range(depth - 1, 0, -1):
             nodes += yield tree, TreeFeed(nodes[-1:], [None], [remaining])
-        sound = tree.is_finite(nodes[0])
-        if isinstance(sound, mx.array):
-            mx.async_eval(sound)  # type: ignore[no-untyped-call]  # together with the tokens
         chain = tuple(tree.best(nodes))
-        if not sound:
-            raise ModelFault(NOT_FINITE_MESSAGE)
-        if self._min_prob < 1.0:
+        if min_prob < 1.0:
             self._proposed = ChainAlternatives.of(chain, tree.candidates(nodes, MAX_CHILDREN))
-            return self._proposed.tree(self._drafter.calibration, self._min_prob)
+            return self._proposed.tree(self._drafter.calibration, min_prob)
         return Continuation(chain)
 
     def close(self, discard: bool) -> None:

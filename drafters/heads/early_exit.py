@@ -6,7 +6,7 @@ models an *adapter*, a normed low-rank map that is added to the row, is trained 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -18,7 +18,6 @@ import msgspec
 from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Layer, find_target_mismatch
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import PairHead
-from outrider.drafters.heads.kv_rows import LazyBool, are_finite
 from outrider.drafters.heads.trees import HeadTree
 from outrider.engine.cache import FlatSequence
 from outrider.engine.hidden_states import (
@@ -41,7 +40,7 @@ from outrider.protocol.sampling import SamplingParams
 
 _MAX_CHAIN_TOKENS = 8
 _TRIAL_TOKENS = 64
-_MIN_AGREEMENT = 0.1
+MIN_AGREEMENT = 0.1  # a head of this target agrees far more often, an untrained one far less often
 _MAX_TRIED_EXITS = 8  # numbers of layers; each needs the output layer over the whole trial text
 
 
@@ -113,17 +112,13 @@ def read_rows(
     return logits, rows[0]
 
 
-def measure_agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[int, float]:
-    """Returns how often each exit predicts a text of the target as the target does, by its number of layers."""
-    tried = list(exits)
-    if not tried:
-        return {}
-    points = HiddenStatePoints(tuple(exit.exit_layer - 1 for exit in tried))
+def measure_agreements(target: LoadedModel, exits: Sequence[EarlyExit]) -> list[float]:
+    """Returns how often each exit predicts a text of the target as the target does."""
+    points = HiddenStatePoints(tuple(exit.exit_layer - 1 for exit in exits))
     logits, rows = read_rows(target, generate_trial_text(target), HiddenStateReader(points))
-    truth, shares = mx.argmax(logits, axis=-1), {}
-    for exit, own in zip(tried, mx.split(rows, len(tried), axis=-1), strict=True):
-        shares[exit.exit_layer] = cast(float, (mx.argmax(exit.logits(own), axis=-1) == truth).mean().item())
-    return shares
+    predicted = [exit.logits(own) for exit, own in zip(exits, mx.split(rows, len(exits), axis=-1), strict=True)]
+    truth = mx.argmax(logits, axis=-1)
+    return [cast(float, (mx.argmax(own, axis=-1) == truth).mean().item()) for own in predicted]
 
 
 def reproduces_logits(target: LoadedModel, last: EarlyExit) -> bool:
@@ -145,7 +140,6 @@ class ExitKVRows(KVRows):
 
     def __init__(self, drafter: ExitDrafter, sequence: FlatSequence) -> None:
         self._drafter, self._sequence = drafter, sequence
-        self._vectors = mx.zeros((0, 0))  # of the last forward's tokens
 
     @staticmethod
     def forward(texts: Sequence[ExitKVRows], new: Sequence[NewRows]) -> mx.array:
@@ -155,18 +149,10 @@ class ExitKVRows(KVRows):
             for text, rows in zip(texts, new, strict=True):
                 text._sequence.length = rows.start
             kv_cache = cast(FlatKVCache, texts[0]._sequence.rows)  # the target's, as `load` has checked
-            vectors = kv_cache.first(drafter.layers, feeds)
+            return drafter.head.logits(kv_cache.first(drafter.layers, feeds))
         finally:
             for text, length in zip(texts, fed, strict=True):
                 text._sequence.length = length
-        end = 0
-        for text, feed in zip(texts, feeds, strict=True):
-            text._vectors, end = vectors[end : end + feed.count], end + feed.count
-        return drafter.head.logits(vectors)
-
-    def is_finite(self, column: int) -> LazyBool:
-        """Whether the vectors of the last forward are finite. A chain's nodes depend on all nodes before them."""
-        return are_finite(self._vectors)
 
 
 class ExitDraft(HeadDraft):
@@ -185,10 +171,9 @@ class ExitDraft(HeadDraft):
 class ExitDrafter(HeadDrafter):
     """A `HeadDrafter` that drafts in the target's KV cache."""
 
-    def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float, is_weak: bool) -> None:
+    def __init__(self, exit: EarlyExit, target: LoadedModel) -> None:
         self.layers = FirstLayers(target.model, exit.exit_layer)
-        super().__init__(exit, target.vocab_size, note, agreement=agreement)
-        self.is_weak = is_weak
+        super().__init__(exit, target.vocab_size)
 
 
 def load(folder: Path, target: LoadedModel) -> ExitDrafter:
@@ -199,16 +184,36 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
     """
     if not isinstance(open_kv_cache(target), FlatKVCache):
         raise CannotDraft(f"a {target.model_type} model can't batch requests, which early exit needs")
-    _, layers = find_backbone(target.model)
-    count = len(layers)
+    count = len(find_backbone(target.model)[1])
     if not reproduces_logits(target, _make_exit(target, count)):
         raise CannotDraft(
             f"a {target.model_type} model has more after its layers than a norm and an output layer, so early exit is"
             " not supported"
         )
     if target.folder is not None and folder.samefile(target.folder):
-        return _load_best_exit(target, count)
-    return _load_adapted_exit(folder, target, count)
+        exits, kind, mismatch = [_make_exit(target, n) for n in range(1, count, -(-count // _MAX_TRIED_EXITS))], "", ""
+    else:
+        exits, kind = [_read_adapted_exit(folder, target, count)], " and an adapter"
+        mismatch = find_target_mismatch(folder, target.folder)
+    if not exits:
+        raise CannotDraft(f"the target has {count} layer, so early exit is not possible")
+    tried = list(zip(exits, measure_agreements(target, exits), strict=True))
+    best, agreement = max(tried, key=lambda pair: best_speedup(pair[1], pair[0].exit_layer / count))
+    if mismatch and agreement < MIN_AGREEMENT:
+        raise CannotDraft(
+            f"{folder}: {mismatch}, and never agrees with this one; expected an adapter trained for this target"
+        )
+    notes = [f"{agreement:.0%} of a trial text's tokens agree", mismatch]
+    if best_speedup(agreement, best.exit_layer / count) < 1:
+        notes.append(
+            "few drafts will be accepted; use a model trained for early exit (LayerSkip), or an adapter for it"
+        )
+    drafter = ExitDrafter(best, target)
+    drafter.note = (
+        f"drafting with the first {best.exit_layer} of {count} layers{kind}: {'; '.join(filter(None, notes))}"
+    )
+    drafter.agreement, drafter.is_weak = agreement, any(notes[1:])
+    return drafter
 
 
 def _make_exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = None) -> EarlyExit:
@@ -216,40 +221,14 @@ def _make_exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = N
     return EarlyExit(layers, lambda rows: norm(rows), output, target.context_length, adapter)
 
 
-def _load_best_exit(target: LoadedModel, count: int) -> ExitDrafter:
-    tried = range(1, count, -(-count // _MAX_TRIED_EXITS))
-    shares = measure_agreements(target, (_make_exit(target, layers) for layers in tried))
-    if not shares:
-        raise CannotDraft(f"the target has {count} layer, so early exit is not possible")
-    gains = {layers: best_speedup(agreement, layers / count) for layers, agreement in shares.items()}
-    layers = max(gains, key=gains.__getitem__)
-    note = f"drafting with the first {layers} of {count} layers: {shares[layers]:.0%} of a trial text's tokens agree"
-    if gains[layers] < 1:
-        note += ": few drafts will be accepted; use a model trained for early exit (LayerSkip), or an adapter"
-    return ExitDrafter(_make_exit(target, layers), target, note, shares[layers], gains[layers] < 1)
-
-
-def _load_adapted_exit(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
-    name, checkpoint = str(folder), HeadCheckpoint.read(folder, HeadTarget.of(target))
+def _read_adapted_exit(folder: Path, target: LoadedModel, count: int) -> EarlyExit:
+    checkpoint = HeadCheckpoint.read(folder, HeadTarget.of(target))
     with checkpoint.config_errors("early-exit"):
         settings = msgspec.convert(checkpoint.config, AdapterConfig, strict=False)
-        _check_target(settings, target, count, name)
+        _check_target(settings, target, count, checkpoint.name)
         adapter = ExitAdapter(settings)
         checkpoint.load_into(adapter)
-    exit = _make_exit(target, settings.exit_layer, adapter)
-    (agreement,) = measure_agreements(target, [exit]).values()
-    other = find_target_mismatch(folder, target.folder)
-    if other and agreement < _MIN_AGREEMENT:
-        raise CannotDraft(
-            f"{name}: {other}, and never agrees with this one; expected an adapter trained for this target"
-        )
-    used = f"{exit.exit_layer} of {count} layers and an adapter"
-    note = f"drafting with {used}: {agreement:.0%} of a trial text's tokens agree"
-    if other:
-        note += f"; {other}"
-    if agreement < _MIN_AGREEMENT:
-        note += ": few drafts will be accepted; use an adapter trained for this target"
-    return ExitDrafter(exit, target, note, agreement, bool(other) or agreement < _MIN_AGREEMENT)
+    return _make_exit(target, settings.exit_layer, adapter)
 
 
 def _check_target(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:

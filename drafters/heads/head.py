@@ -17,8 +17,6 @@ from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.ort.layers import DecoderLayers
 from outrider.protocol.errors import ModelError
 
-NOT_FINITE_MESSAGE = "the head's vectors are not finite: its weights or the target's rows exceed its number format"
-
 
 class HeadModule(nn.Module):  # type: ignore[misc]
     """Shapes: T pairs, R rows, W the width of features, H that of the head, V the target's vocabulary.
@@ -102,12 +100,10 @@ class BlockHead(HeadModule):
     before it. The rows of a block all see each other.
 
     `from_anchor`: the block's first row, the last token's, drafts the first token; else the mask after it does.
-    `sees_prefixes`: it was trained to continue after tokens of a block whose features are not known.
     """
 
     depth: int
     from_anchor: bool
-    sees_prefixes: bool
 
     @property
     def link(self) -> BlockLink | None:

@@ -15,27 +15,21 @@ from weakref import finalize
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.head import NOT_FINITE_MESSAGE
 from outrider.drafters.heads.layers import BlockLink
 from outrider.drafters.heads.pair_kv_cache import (
     DraftBlock,
     FeatureBuffer,
     FeatureKVCache,
-    Features,
     HeadKVCache,
     PairKVCache,
     SavedPairs,
 )
 from outrider.engine.flat import Ints, NodeSegment, Segment
-from outrider.engine.kv_rows import KVRows, NewRows, Row, gather_rows, join_arrays
+from outrider.engine.kv_rows import Array, KVRows, NewRows, Row, gather_rows, join_arrays
 from outrider.engine.prompt_cache import SavedPrefix
-from outrider.protocol.errors import ModelFault
 
 _READ_CHUNK_TOKENS = 512
 MAX_PENDING_PAIRS = 32  # more committed pairs are read as a prompt is: other texts would be padded to their number
-
-LazyBool = mx.array | np.bool_
-"""A bool, which may be lazy."""
 
 
 class FeatureKVRows(KVRows):
@@ -80,41 +74,26 @@ class PairKVRows(FeatureKVRows):
         """Whether it was fed a stand-in for a feature that has arrived since."""
         return column in self._guessed and self._guessed[column] in self.features
 
-    def is_finite(self, column: int) -> LazyBool:
-        """Whether its vector is finite."""
-        vectors, row = self._stand_ins[column]
-        return are_finite(vectors[row])
-
     def prefill(self, tokens: Sequence[int], start: int = 0) -> int:
         """Implements `KVRows.prefill`, for all `tokens`, whose features have arrived. A few wait for the next
         forward."""
         self.sequence.length = start - len(self._unread)
-        before, count = self.origin + start - 1, len(tokens)
-        if len(self._unread) + count <= MAX_PENDING_PAIRS:
-            self._unread += [(token, self.features.row(before + at)) for at, token in enumerate(tokens)]
-            return count
-        self.read_rest()
-        for begin in range(0, count, _READ_CHUNK_TOKENS):
-            end = min(begin + _READ_CHUNK_TOKENS, count)
-            self._read(tokens[begin:end], self.features.between(before + begin, before + end))
-        return count
+        before = self.origin + start - 1
+        self._unread += zip(tokens, self.features.rows(before, before + len(tokens)), strict=True)
+        if len(self._unread) > MAX_PENDING_PAIRS:
+            self.read_rest()
+        return len(tokens)
 
     def read_rest(self) -> None:
         """Reads the committed tokens that wait for the next forward."""
-        if self._unread:
-            self._read(
-                [token for token, _ in self._unread], gather_rows([row for _, row in self._unread], self.kv_cache.dtype)
-            )
-            self._unread = []
-
-    def _read(self, tokens: Sequence[int], features: Any) -> None:
-        segment = Segment(self.sequence.row, self.sequence.length, len(tokens), long=True)
-        fed = np.array(tokens, np.int32), mx.array(features).astype(self.kv_cache.dtype)
-        vector, _ = self.kv_cache.feed(*fed, [segment], np.array([len(tokens) - 1]))
-        mx.eval(self.kv_cache.state())
-        if not are_finite(vector):
-            raise ModelFault(NOT_FINITE_MESSAGE)
-        self.sequence.length = segment.end
+        while self._unread:
+            piece, rest = self._unread[:_READ_CHUNK_TOKENS], self._unread[_READ_CHUNK_TOKENS:]
+            tokens, features = zip(*piece, strict=True)
+            segment = Segment(self.sequence.row, self.sequence.length, len(piece), long=True)
+            fed = np.array(tokens, np.int32), gather_rows(features, self.kv_cache.dtype)
+            self.kv_cache.feed(*fed, [segment], np.array([len(piece) - 1]))
+            mx.eval(self.kv_cache.state())
+            self.sequence.length, self._unread = segment.end, rest
 
     def save(self, count: int) -> SavedPrefix:
         """Returns a copy of the pairs of the first `count` tokens."""
@@ -170,7 +149,7 @@ class PairKVRows(FeatureKVRows):
         before = self.origin + int(new.positions[column]) - 1
         if before in self.features:
             self._guessed.pop(column, None)
-            return self.features.row(before)
+            return self.features.rows(before, before + 1)[0]
         self._guessed[column] = before
         return self._missing or self._stand_ins[new.parents[row]]
 
@@ -197,7 +176,7 @@ class PairBatch:
         self._tokens += [tokens] if features else []
         self._logits_indices += range(first, len(self._features)) if with_logits else ()
 
-    def feed(self, kv_cache: PairKVCache) -> tuple[Features, mx.array]:
+    def feed(self, kv_cache: PairKVCache) -> tuple[Array, mx.array]:
         """Returns the stand-ins for the next features, and the logits of pairs added `with_logits`."""
         every = len(self._logits_indices) == len(self._features)
         indices = None if every else np.array(self._logits_indices, np.int32)
@@ -206,30 +185,17 @@ class PairBatch:
         )
 
 
-def are_finite(numbers: Features) -> LazyBool:
-    """Returns whether all of them are finite."""
-    if isinstance(numbers, mx.array):
-        return mx.isfinite(numbers).all()
-    return np.bool_(np.isfinite(numbers).all())
-
-
 def gather(rows: Sequence[Row]) -> mx.array:
     """Returns the rows as one array [T, W]."""
     return mx.array(gather_rows(rows))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockSlot:
-    """A block's slot `index`. `memory`: that of the block's link after the tokens up to there, if it has one."""
+    """A block's slot `index`, which predicts the token after position `block.position + index`."""
 
     block: DraftBlock
     index: int = 0
-    memory: Row | None = None
-
-    @property
-    def position(self) -> int:
-        """The position of the token whose successor it predicts."""
-        return self.block.position + self.index
 
 
 def opened_blocks(new: NewRows) -> list[DraftBlock]:
@@ -253,12 +219,7 @@ class SlotKVRows(FeatureKVRows):
     def next_slot(self, column: int) -> BlockSlot | None:
         """Returns the next slot of this column's block, after the block's own choice; None after the last one."""
         slot = self._slots[column]
-        return BlockSlot(slot.block, slot.index + 1, slot.memory) if slot.index + 1 < slot.block.slots else None
-
-    def is_finite(self, column: int) -> LazyBool:
-        """Whether its block's vectors are finite."""
-        block = self._slots[column].block
-        return are_finite(block.hidden[block.row : block.row + block.slots])
+        return BlockSlot(slot.block, slot.index + 1) if slot.index + 1 < slot.block.slots else None
 
     def keep(self, prefix: int, columns: Ints) -> None:
         super().keep(prefix, columns)
@@ -266,7 +227,7 @@ class SlotKVRows(FeatureKVRows):
         self._slots = {kept[old]: slot for old, slot in self._slots.items() if old in kept}
 
     @staticmethod
-    def _logits(texts: Sequence[Any], new: Sequence[Any], hidden: Features, logits: mx.array) -> mx.array:
+    def _logits(texts: Sequence[Any], new: Sequence[Any], hidden: Array, logits: mx.array) -> mx.array:
         """Returns the logits after all new tokens [R, V], by the vectors and logits of the opened blocks' slots."""
         row = 0
         for text, rows in zip(texts, new, strict=True):
@@ -347,7 +308,7 @@ class BlockKVRows(SlotKVRows):
     def is_stale(self, column: int) -> bool:
         """Whether features have arrived for tokens that its block read without them."""
         slot = self._slots[column]
-        return slot.block.anchor < min(self.features.end, slot.position)
+        return slot.block.anchor < min(self.features.end, slot.block.position + slot.index)
 
     @staticmethod
     def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
@@ -365,10 +326,11 @@ def _read_waiting_features(texts: Sequence[BlockKVRows]) -> None:
     behind, segments, features = [text for text in texts if text.features.count], [], []
     for text in behind:
         own = np.arange(text.features.begin, text.features.end, dtype=np.int32)
+        rows = text.features.rows(text.features.begin, text.features.end)
         row, start, unseen = text.sequence.row, len(text.feature_positions), np.zeros((len(own), 0), np.bool_)
         text.feature_positions = np.concatenate([text.feature_positions, own])
         segments.append(NodeSegment(row, start, len(own), all_positions=text.feature_positions, visible=unseen))
-        features.append(mx.array(text.features.between(own[0], own[-1] + 1)).astype(text.kv_cache.dtype))
+        features.append(gather(rows).astype(text.kv_cache.dtype))
     if segments:
         behind[0].kv_cache.read_features(mx.concatenate(features), segments)
     for text in behind:

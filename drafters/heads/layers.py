@@ -115,62 +115,31 @@ class BlockLink(nn.Module):  # type: ignore[misc]
     also depends on the slot's vector. Only the `LINK_CANDIDATES` best candidates are scored, with the sampler's noise
     included, because noise promotes tokens that are unlikely by themselves.
 
-    Shapes: R rows, C candidates of each, H the width of hidden vectors. `is_recurrent`: the scores depend on more of
-    the chain than the token before.
+    Shapes: R rows, C candidates of each, H the width of hidden vectors.
     """
 
-    is_recurrent = False
-
-    def begin(self, rows: int) -> mx.array:
-        """Returns the memory [R, ...] of chains before their first token."""
-        return mx.zeros((rows, 0))
-
-    def __call__(
-        self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def __call__(self, before: mx.array, hidden: mx.array, candidates: mx.array) -> mx.array:
         """Returns the gains in logits [R, C] of candidates [R, C] after the tokens `before` [R], in slots with these
-        vectors [R, H], and the new memory."""
+        vectors [R, H]."""
         raise NotImplementedError
-
-    def best(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
-        """Returns the best token [R] of slots that begin a chain, by their logits [R, V] and the tokens `before`."""
-        few = mx.argpartition(-logits, kth=LINK_CANDIDATES - 1, axis=-1)[:, :LINK_CANDIDATES]
-        gains, _ = self(before, hidden, few, self.begin(before.shape[0]))
-        best = mx.argmax(mx.take_along_axis(logits, few, axis=-1) + gains, axis=-1, keepdims=True)
-        return mx.take_along_axis(few, best, axis=-1)[:, 0]
 
 
 class Markov(BlockLink):
-    """DSpark's Markov head: `kind` vanilla, gated (by the slot's vector) or rnn (with a memory of the chain)."""
+    """DSpark's Markov head, vanilla or `gated` by the slot's vector."""
 
-    def __init__(self, kind: str, rank: int, size: int, vocabulary: DraftVocabulary) -> None:
+    def __init__(self, gated: bool, rank: int, size: int, vocabulary: DraftVocabulary) -> None:
         super().__init__()
-        self._kind, self._rank, self._vocabulary = kind, rank, vocabulary
-        self.is_recurrent = kind == "rnn"
+        self._vocabulary = vocabulary
         self.markov_w1 = nn.Embedding(vocabulary.size, rank)
         self.markov_w2 = nn.Linear(rank, vocabulary.draft_size, bias=False)
-        if kind == "gated":
+        if gated:
             self.gate_proj = nn.Linear(size + rank, rank)
-        elif kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
 
-    def begin(self, rows: int) -> mx.array:
-        return mx.zeros((rows, self._rank), self.markov_w2.weight.dtype)
-
-    def __call__(
-        self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        code, memory = self._code(self.markov_w1(before), hidden, memory)
-        return _multiply_codes(self.markov_w2.weight[self._vocabulary.to_draft_ids(candidates)], code), memory
-
-    def _code(self, embedded: mx.array, hidden: mx.array, memory: mx.array) -> tuple[mx.array, mx.array]:
-        if self._kind == "gated":
-            return mx.sigmoid(self.gate_proj(mx.concatenate([hidden, embedded], axis=-1))) * embedded, memory
-        if self._kind == "rnn":
-            gate, new, out = mx.split(self.joint_proj(mx.concatenate([memory, embedded, hidden], axis=-1)), 3, axis=-1)
-            kept = mx.sigmoid(gate)
-            return mx.tanh(out), kept * memory + (1 - kept) * mx.tanh(new)
-        return embedded, memory
+    def __call__(self, before: mx.array, hidden: mx.array, candidates: mx.array) -> mx.array:
+        code = self.markov_w1(before)
+        if "gate_proj" in self:
+            code = mx.sigmoid(self.gate_proj(mx.concatenate([hidden, code], axis=-1))) * code
+        return _multiply_codes(self.markov_w2.weight[self._vocabulary.to_draft_ids(candidates)], code)
 
 
 class Selector(BlockLink):
@@ -182,11 +151,9 @@ class Selector(BlockLink):
         self.successor_codebook = mx.zeros((vocab_size, rank))
         self.hidden_projection = nn.Linear(size, rank, bias=False)
 
-    def __call__(
-        self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def __call__(self, before: mx.array, hidden: mx.array, candidates: mx.array) -> mx.array:
         weights = self.predecessor_codebook[before] * self.hidden_projection(hidden)
-        return _multiply_codes(self.successor_codebook[candidates], weights), memory
+        return _multiply_codes(self.successor_codebook[candidates], weights)
 
 
 def _multiply_codes(codes: mx.array, weights: mx.array) -> mx.array:

@@ -6,7 +6,6 @@ former is not lazy. A head's token trees are fed through `kv_rows`, in the targe
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,15 +13,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.head import BlockHead, Head, PairHead
+from outrider.drafters.heads.head import BlockHead, PairHead
 from outrider.engine.cache import FlatRows
-from outrider.engine.flat import Floats, Ints, NodeSegment, Segment
-from outrider.engine.kv_rows import Row
+from outrider.engine.flat import Ints, NodeSegment, Segment
+from outrider.engine.kv_rows import Array, Row
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import MIN_PREFIX_TOKENS, SavedPrefix
 from outrider.engine.steps import Step
-
-Features = mx.array | Floats
 
 MAX_BUFFERED = 2048
 
@@ -39,7 +36,7 @@ class PairKVCache(FlatRows):
 
     def feed(
         self, tokens: Any, features: Any, segments: Sequence[Segment], logits_indices: Ints | None = None
-    ) -> tuple[Features, mx.array]:
+    ) -> tuple[Array, mx.array]:
         """Feeds pairs, segment by segment, short ones first: tokens [T], features [T, W].
 
         Returns the stand-ins for the next features [R, W], and the logits [R, V], at `logits_indices`; None: at all.
@@ -75,7 +72,7 @@ class DraftBlock:
     anchor: int
     tokens: Sequence[int]
     slots: int
-    hidden: Features = field(init=False)
+    hidden: Array = field(init=False)
     logits: mx.array = field(init=False)
     row: int = field(init=False)
     step: Step | None = None
@@ -91,11 +88,10 @@ class FeatureKVCache(FlatRows):
     """The features of a block head's texts. Blocks' own keys and values are written after them, and overwritten by the
     next blocks."""
 
-    def __init__(self, head: BlockHead, from_anchor: bool | None = None) -> None:
-        """`from_anchor` overrides the head's own setting."""
+    def __init__(self, head: BlockHead) -> None:
         super().__init__(head)
         self.head, self.dtype = head, head.dtype
-        self.extra_masks = 0 if (head.from_anchor if from_anchor is None else from_anchor) else 1
+        self.extra_masks = 0 if head.from_anchor else 1
 
     def read_features(self, features: mx.array, segments: Sequence[Segment]) -> None:
         """Reads features [T, W], segment by segment. Lazy."""
@@ -126,11 +122,6 @@ class FeatureKVCache(FlatRows):
 
 
 HeadKVCache = PairKVCache | FeatureKVCache
-
-
-def make_kv_cache(head: Head, cpu: OrtForward | None = None) -> HeadKVCache:
-    """Returns a new KV cache for a head of this kind; `cpu` computes its forwards."""
-    return FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, cpu)
 
 
 def _positions_in_blocks(lengths: Ints) -> Ints:
@@ -170,46 +161,30 @@ class FeatureBuffer:
     def __init__(self, max_rows: int = MAX_BUFFERED) -> None:
         self.begin = self.end = 0
         self._max_rows = max_rows
-        self._parts = deque[tuple[int, Features]]()
+        self._rows = dict[int, Row]()  # by position
 
-    def add(self, position: int, rows: Features) -> None:
+    def add(self, position: int, rows: Array) -> None:
         """Adds rows from `position` on. Known ones are skipped; after a gap only the new ones are kept."""
-        end = position + rows.shape[0]
-        if end <= self.end:
-            return
         if position > self.end:
-            self.begin, self._parts = position, deque()
-        else:
-            position, rows = self.end, rows[self.end - position :]
-        self._parts.append((position, rows))
+            self._rows, self.begin, self.end = {}, position, position
+        end = max(self.end, position + rows.shape[0])
+        self._rows |= {place: (rows, place - position) for place in range(self.end, end)}
         self.end = end
         self.forget(end - self._max_rows)
 
     def forget(self, position: int) -> None:
         """Drops the rows before this position."""
-        if position > self.begin:
-            self.begin = min(position, self.end)
-            while self._parts and self._parts[0][0] + self._parts[0][1].shape[0] <= position:
-                self._parts.popleft()
+        for place in range(self.begin, min(position, self.end)):
+            del self._rows[place]
+        self.begin = max(self.begin, min(position, self.end))
 
     def __contains__(self, position: int) -> bool:
-        return self.begin <= position < self.end
+        return position in self._rows
 
     @property
     def count(self) -> int:
         return self.end - self.begin
 
-    def row(self, position: int) -> Row:
-        """Returns the row of a position that the buffer has."""
-        first, rows = next(part for part in self._parts if part[0] <= position < part[0] + part[1].shape[0])
-        return rows, position - first
-
-    def between(self, begin: int, end: int) -> Any:
-        """Returns the rows [end - begin, W] of these positions, all of which the buffer has."""
-        parts: list[Any] = [
-            rows[max(begin - first, 0) : max(end - first, 0)]
-            for first, rows in self._parts
-            if first < end and begin < first + rows.shape[0]
-        ]
-        xp: Any = mx if isinstance(parts[0], mx.array) else np
-        return parts[0] if len(parts) == 1 else xp.concatenate(parts)
+    def rows(self, begin: int, end: int) -> list[Row]:
+        """Returns the rows of these positions, all of which the buffer has."""
+        return [self._rows[position] for position in range(begin, end)]

@@ -14,16 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.growth import Steps
-from outrider.drafters.heads.head import NOT_FINITE_MESSAGE
-from outrider.drafters.heads.kv_rows import (
-    BlockKVRows,
-    BlockSlot,
-    LazyBool,
-    MaskedKVRows,
-    PairKVRows,
-    gather,
-    opened_blocks,
-)
+from outrider.drafters.heads.kv_rows import BlockKVRows, BlockSlot, MaskedKVRows, PairKVRows, gather, opened_blocks
 from outrider.drafters.heads.layers import LINK_CANDIDATES, BlockLink
 from outrider.drafters.heads.pair_kv_cache import DraftBlock, FeatureBuffer, SavedPairs
 from outrider.engine.kv_rows import NewRows
@@ -31,7 +22,6 @@ from outrider.engine.prompt_cache import SavedPrefix
 from outrider.engine.sampling import Sampler, SamplingMetadata
 from outrider.engine.steps import CandidateStep, Step, make_step
 from outrider.engine.tree import Tree, TreeInput, TreeLayout
-from outrider.protocol.errors import ModelFault
 from outrider.protocol.trees import ROOT, TreeFeed
 
 
@@ -45,10 +35,6 @@ class HeadTree(Tree):
         """The positions of the features that it has read of committed text; empty if some are missing in between."""
         return range(0)
 
-    def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
-        """Begins with the saved pairs of `tokens` before position `end`."""
-        raise NotImplementedError
-
     def can_read(self, count: int) -> bool:
         return self._arrived(count) > 0
 
@@ -59,11 +45,9 @@ class HeadTree(Tree):
 
     def read(self, tokens: Sequence[int]) -> int:
         count = self._arrived(len(tokens))
-        if count < len(tokens):
-            self.append(tokens[:count])
-            return count
-        self.append(tokens[:-1])
-        self._feed_root(tokens[-1])
+        self.append(tokens[:count] if count < len(tokens) else tokens[:-1])
+        if count == len(tokens):
+            self._feed_root(tokens[-1])
         return count
 
     def read_in_steps(self, tokens: Sequence[int], depth: int = 1) -> Steps[int]:
@@ -85,19 +69,9 @@ class HeadTree(Tree):
     def close(self, discard: bool = False) -> None:
         super().close(discard or not self.pairs)
 
-    def is_finite(self, node: int) -> LazyBool:
-        """Whether the vector after a node is finite."""
-        sound: LazyBool = self.kv_rows.is_finite(self._node(node).column)
-        return sound
-
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
         """Adds the features [N, W] of tokens from `position` on."""
         self.kv_rows.add_features(position, rows)
-
-    def _feed_root(self, token: int) -> None:
-        super()._feed_root(token)
-        if not self.is_finite(self.root):
-            raise ModelFault(NOT_FINITE_MESSAGE)
 
 
 class PairTree(HeadTree):
@@ -114,6 +88,7 @@ class PairTree(HeadTree):
         return range(self._origin - 1, self._origin - 1 + self._columns)
 
     def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
+        """Begins with the saved pairs of `tokens` before position `end`."""
         self._origin, self._committed = saved.begin + 1, list(tokens[: end + 1])
         self.kv_rows.restart_at(self._origin)
         self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, SavedPrefix(end - saved.begin, saved.layers))
@@ -126,13 +101,12 @@ class PairTree(HeadTree):
     def append(self, tokens: Sequence[int]) -> None:
         """Commits and reads `tokens`, from the first one after features on. After a gap in the features, such as those
         of a prompt from the cache, reading begins anew."""
-        self._compact()
-        features, start = self.kv_rows.features, len(self._committed)
-        if not self._columns or features.begin > start - 1:
+        features, start, columns = self.kv_rows.features, len(self._committed), self._columns
+        super().append(tokens)
+        if not columns or features.begin > start - 1:
             self._origin = features.begin + 1
             self.kv_rows.restart_at(self._origin)
-        self._committed += tokens
-        self._nodes, self._layout = {}, TreeLayout(len(self._committed) - self._origin)
+        self._layout = TreeLayout(len(self._committed) - self._origin)
         first = max(start, self._origin)
         self.kv_rows.prefill(self._committed[first:], first - self._origin)
         features.forget(len(self._committed) - 1)
@@ -146,19 +120,15 @@ class SlotTree(HeadTree):
     """A tree of blocks, whose slots have the scores after nodes."""
 
     def begin(self, feed: TreeFeed) -> TreeInput:
-        slots = self._slots(feed)
-        growth = super().begin(feed)
-        return replace(growth, new=replace(growth.new, slots=slots))
-
-    def _slots(self, feed: TreeFeed) -> list[BlockSlot]:
-        """Returns the slot after each token: the next one of its parent's block, or the first of its own."""
+        """Also chooses the slot after each token: the next one of its parent's block, or the first of its own."""
         first, depths = self.next_node, list[int | None](feed.depths) or [None] * len(feed.tokens)
         slots: list[BlockSlot] = []
         for index, (parent, token) in enumerate(zip(feed.parents, feed.tokens, strict=True)):
             continues_block = token is None and parent < first
             following = self.kv_rows.next_slot(self._node(parent).column) if continues_block else None
             slots.append(following or BlockSlot(self._block(self._pending_path(feed, index), depths[index])))
-        return slots
+        growth = super().begin(feed)
+        return replace(growth, new=replace(growth.new, slots=slots))
 
     def _block(self, path: list[int], depth: int | None) -> DraftBlock:
         """Returns the block that the last token of a pending path opens, with `depth` slots if there is room."""
@@ -192,13 +162,8 @@ class SlotTree(HeadTree):
         few = {id(step): step.top_scores(LINK_CANDIDATES) for step, _ in steps}
         tokens = gather([(few[id(step)][0], row) for step, row in steps])
         scores = gather([(few[id(step)][1], row) for step, row in steps])
-        begun = link.begin(1)
-        memory = gather([slot.memory or (begun, 0) for slot in slots])
-        hidden, last = gather(vectors), before[0] if len(before) == 1 else mx.concatenate(before)
-        gains, memory = link(last, hidden, tokens, memory)
-        for row, slot in enumerate(slots):
-            slot.memory = memory, row
-        temp = self._sampler.params.temp
+        last, temp = before[0] if len(before) == 1 else mx.concatenate(before), self._sampler.params.temp
+        gains = link(last, gather(vectors), tokens)
         step = CandidateStep(tokens, scores + gains / (temp or 1.0), self._sampler.vocab_size)
         return [(step, row) for row in range(len(slots))]
 
@@ -243,6 +208,7 @@ class BlockTree(SlotTree):
         return range(int(positions[0]), int(positions[-1]) + 1) if is_contiguous else range(0)
 
     def adopt(self, tokens: Sequence[int], saved: SavedPairs, end: int) -> None:
+        """Begins with the saved features of `tokens` before position `end`."""
         self._committed = list(tokens[:end])
         self.kv_rows.kv_cache.adopt(self.kv_rows.sequence, SavedPrefix(end - saved.begin, saved.layers))
         self.kv_rows.feature_positions = np.arange(saved.begin, end, dtype=np.int32)

@@ -281,7 +281,7 @@ def test_the_smallest_function_that_fits_is_called(converted: Callable[..., Conv
 
 @pytest.mark.parametrize(
     ("tokens", "sentence"),
-    [([], "has no tokens"), ([1] * 257, "context of 256 tokens is full"), ([1, VOCAB], "is out of range")],
+    [([1] * 256, "the draft model's context is 256"), ([1, VOCAB], "is not among the")],
 )
 def test_invalid_prompt_is_refused(converted: Callable[..., Converted], tokens: list[int], sentence: str) -> None:
     with pytest.raises(OutriderError, match=sentence), open_tree(converted("llama"), tokens):
@@ -289,7 +289,8 @@ def test_invalid_prompt_is_refused(converted: Callable[..., Converted], tokens: 
 
 
 def test_feeding_a_full_context_is_refused(converted: Callable[..., Converted], text: list[int]) -> None:
-    with open_tree(converted("llama"), [*text, *text][:CONTEXT]) as tree:
+    with open_tree(converted("llama"), [*text, *text][: CONTEXT - 1]) as tree:
+        tree.commit(tree.feed([tree.root], [1]))
         assert tree.room == 0
         tree.best([tree.root])
         with pytest.raises(DrafterFault, match="context of 256 tokens is full"):

@@ -307,7 +307,7 @@ def test_rounds_during_a_prompt_count_with_their_own_times(
     for number in range(1, 12):
         clock.skip(50 * 1_000_000)
         worker_under_test.turn(commit(3999 + number, 4000 + number, (7,), number))
-    assert worker_under_test.worker._batcher.capacity._rounds(1) > 50
+    assert worker_under_test.worker._batcher.capacity.rounds(1) > 50
 
 
 def test_trees_of_other_requests_grow_while_a_prompt_is_read(worker_under_test: WorkerUnderTest) -> None:

@@ -21,7 +21,7 @@ import pytest
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import FAN_OUT_POLICIES
-from outrider.drafters.heads.drafter import HeadDrafter, make_for_draft_worker
+from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import load
@@ -369,7 +369,7 @@ def test_chains_are_a_fresh_drafters(
         def make() -> Drafter:
             head = HEADS[name](target)  # type: ignore[operator]
             cpu = unrounded(head, target) if way else None
-            return make_for_draft_worker(head, name, target.vocab_size, cpu=cpu)
+            return HeadDrafter(head, target.vocab_size, cpu=cpu)
     else:
 
         def make() -> Drafter:

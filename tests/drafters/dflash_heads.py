@@ -69,9 +69,6 @@ def weights_of(layout: Layout, seed: int = 0) -> dict[str, Array]:
         found |= {"confidence_head.proj.weight": matrix(1, H + RANK), "confidence_head.proj.bias": gains(1)}
     if layout.markov == "gated":
         found |= {"markov_head.gate_proj.weight": matrix(RANK, H + RANK), "markov_head.gate_proj.bias": gains(RANK)}
-    if layout.markov == "rnn":
-        found["markov_head.joint_proj.weight"] = matrix(3 * RANK, H + 2 * RANK)
-        found["markov_head.joint_proj.bias"] = gains(3 * RANK)
     if layout.maps:
         ids = np.sort(draws.permutation(V)[:V_D])
         found |= {"lm_head.weight": matrix(V_D, H), "d2t": (ids - np.arange(V_D)).astype(np.int64)}
@@ -147,10 +144,10 @@ class NumpyHead:
         """Chooses slot by slot, from the 16 best tokens by logits and noise, the best one given the token before."""
         hidden = self.hidden(features, anchor, depth)
         scores = self.logits(hidden) / temp + (0 if noise is None else noise)
-        found, before, memory = [], anchor, np.zeros(RANK)
+        found, before = list[int](), anchor
         for slot in range(depth):
             few = np.argsort(-scores[slot])[:16]
-            gains, memory = self._gains(before, hidden[slot], memory)
+            gains = self._gains(before, hidden[slot])
             before = int(few[np.argmax(scores[slot][few] + gains[few] / temp)])
             found.append(before)
         return found
@@ -158,30 +155,26 @@ class NumpyHead:
     def scores_after(self, before: int, hidden: Array, noise: Array | float = 0.0, temp: float = 1.0) -> Array:
         """Scores [V] of a slot with this hidden vector [H] after token `before`; Markov heads score the 16 best."""
         scores = self.logits(hidden[None])[0] / temp + noise
-        found = scores + self._gains(before, hidden, np.zeros(RANK))[0] / temp
+        found = scores + self._gains(before, hidden) / temp
         if self.layout.convolves or self.layout.markov:
             found[np.argsort(-scores)[16:]] = -np.inf
         return found
 
-    def _gains(self, before: int, hidden: Array, memory: Array) -> tuple[Array, Array]:
+    def _gains(self, before: int, hidden: Array) -> Array:
         if self.layout.convolves:
             wanted = self.w["candidate_selector.hidden_projection.weight"] @ hidden
             wanted = self.w["candidate_selector.predecessor_codebook"][before] * wanted
-            return self.w["candidate_selector.successor_codebook"] @ wanted, memory
+            return self.w["candidate_selector.successor_codebook"] @ wanted
         gains = np.zeros(V)
         if not self.layout.markov:
-            return gains, memory
+            return gains
         known = self.w["markov_head.markov_w1.weight"][before]
         latent = known
         if self.layout.markov == "gated":
             both = np.concatenate([hidden, known])
             latent = _sigmoid(self._linear("markov_head.gate_proj", both)) * known
-        if self.layout.markov == "rnn":
-            joint = self._linear("markov_head.joint_proj", np.concatenate([memory, known, hidden]))
-            gate, new, out = np.split(joint, 3)
-            memory, latent = _sigmoid(gate) * memory + (1 - _sigmoid(gate)) * np.tanh(new), np.tanh(out)
         gains[self.ids] = self.w["markov_head.markov_w2.weight"] @ latent
-        return gains, memory
+        return gains
 
     def _linear(self, name: str, x: Array) -> Array:
         return self.w[f"{name}.weight"] @ x + self.w[f"{name}.bias"]

@@ -146,17 +146,6 @@ LAYOUTS = {
         markov="gated",
         prefix=("markov_head.", "logit_head."),
     ),
-    "SpecForge, rnn": Layout(
-        {
-            **_ZLAB,
-            "architectures": ["DSparkDraftModel"],
-            "block_size": BLOCK,
-            "dflash_config": {**_DSPARK, "markov_head_type": "rnn"},
-        },
-        from_anchor=True,
-        markov="rnn",
-        prefix=("", "model."),
-    ),
     "speculators": Layout(
         {**_SPECULATORS, "speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]}, maps=True
     ),
@@ -174,6 +163,7 @@ LAYOUTS = {
         maps=True,
         windows=(0, 5),
         causal=(False, True),
+        prefix=("", "model."),
     ),
     "speculators, DSpark": Layout(
         {

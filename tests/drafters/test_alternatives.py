@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.drafters.fan_out import Calibration
-from outrider.drafters.growth import MAX_CHILDREN, AlternativesAt, ChainAlternatives, count_worthwhile_positions
+from outrider.drafters.fan_out import Calibration, ForkPoint
+from outrider.drafters.growth import MAX_CHILDREN, ChainAlternatives, count_worthwhile_positions
 from outrider.protocol.trees import Candidate, tree_fault
 
 CLOSE = [Candidate(5, 0.0), Candidate(6, 0.1), Candidate(7, 0.2), Candidate(8, 0.3)]
@@ -40,8 +40,8 @@ def test_number_of_alternatives_is_limited() -> None:
 
 
 def test_token_of_the_chain_is_never_its_own_alternative() -> None:
-    place = AlternativesAt.of(6, CLOSE)
-    assert 6 not in place.others and place.point.own_gap == pytest.approx(-0.1)
+    point = ForkPoint.of(6, CLOSE)
+    assert 6 not in point.others and point.own_gap == pytest.approx(-0.1)
 
 
 def test_a_token_without_alternatives_is_sure() -> None:
@@ -50,14 +50,14 @@ def test_a_token_without_alternatives_is_sure() -> None:
     assert odds == Calibration().acceptance(0, math.inf)
 
 
-def test_learned_rate_decides_the_odds(make_point: Callable[[float], AlternativesAt]) -> None:
+def test_learned_rate_decides_the_odds(make_point: Callable[[float], ForkPoint]) -> None:
     taught = Calibration()
     for _ in range(200):
-        taught.learn([make_point(0.1).point], 1, 0, 0)
+        taught.learn([make_point(0.1)], 1, 0, 0)
     odds = ChainAlternatives((5,), [make_point(0.1)]).tree(taught, 0.01).odds
     assert odds[0] < 0.1 and odds[1] > 0.8
 
 
 @pytest.fixture
-def make_point() -> Callable[[float], AlternativesAt]:
-    return lambda gap: AlternativesAt.of(5, [Candidate(5, 0.0), Candidate(6, gap)])
+def make_point() -> Callable[[float], ForkPoint]:
+    return lambda gap: ForkPoint.of(5, [Candidate(5, 0.0), Candidate(6, gap)])

@@ -12,12 +12,11 @@ import pytest
 from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask
 from outrider.drafters.heads.dflash import DFlash
-from outrider.drafters.heads.drafter import UNTRAINED_PREFIX_NOTE, HeadDrafter, make_for_draft_worker
+from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.trees import BlockTree
 from outrider.drafters.work_ahead import WorkAhead
 from outrider.engine.noise import gumbel
 from outrider.engine.tree import Tree
-from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
 from tests.columns import column_tokens
@@ -26,13 +25,10 @@ from tests.drafters.dflash_layouts import BLOCK, LAYOUTS, V
 from tests.drafters.test_dflash import EMBEDDING, OUTPUT, ROWS, TEXTS, head_of
 from tests.drafting import advance, draft_chain
 
-FITTING = [name for name, layout in LAYOUTS.items() if layout.markov != "rnn"]
-VISIBLE = {"loss_type": "variable_prefix"}
-
 
 def open_tree(head: DFlash, length: int, n: int = 0, drafter: HeadDrafter | None = None, **params: Any) -> BlockTree:
     """A tree that has read the first `length` tokens of text `n` and all features of their context."""
-    drafter = drafter or make_for_draft_worker(head, "dflash", V)
+    drafter = drafter or HeadDrafter(head, V)
     text = TEXTS[n][:length].tolist()
     tree = drafter.open(text, SamplingParams(**params))
     assert isinstance(tree, BlockTree)
@@ -53,11 +49,11 @@ def check_scores(scores: mx.array, logits: np.ndarray[Any, Any]) -> None:
     np.testing.assert_allclose(own[known] - own[known].max(), logits[known] - logits[known].max(), atol=3e-3)
 
 
-@pytest.mark.parametrize("name", FITTING)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_block_with_a_known_prefix_equals_an_independent_forward(tmp_path: Path, name: str) -> None:
     """Outcomes of two texts, after prefixes of several lengths, in one forward; then along each block's own tokens."""
     head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
-    drafter, lengths = make_for_draft_worker(head, "dflash", V), (9, 30)
+    drafter, lengths = HeadDrafter(head, V), (9, 30)
     trees = [open_tree(head, length, n, drafter) for n, length in enumerate(lengths)]
     feeds = []
     for tree in trees:
@@ -123,7 +119,7 @@ def test_late_rows_replace_nodes_computed_without_them(tmp_path: Path, name: str
 def test_missing_rows_leave_a_gap_in_the_context(tmp_path: Path) -> None:
     head, truth = head_of(write(tmp_path, "z-lab")), NumpyHead(LAYOUTS["z-lab"], EMBEDDING, OUTPUT)
     text = TEXTS[0][:20].tolist()
-    tree = make_for_draft_worker(head, "dflash", V).open(text, SamplingParams())
+    tree = HeadDrafter(head, V).open(text, SamplingParams())
     assert isinstance(tree, BlockTree)
     add_features(tree, head, 3, 9)
     assert tree.can_read(20) and tree.read(text) == 10
@@ -203,18 +199,3 @@ def test_committed_tokens_without_rows_take_room_in_the_block(tmp_path: Path) ->
         assert column_tokens(tree) == [*TEXTS[0][:20].tolist(), *range(1, number + 2)]
     add_features(tree, head, 19, 19 + 2 * BLOCK)
     assert tree.room == BLOCK - 1
-
-
-def test_head_not_trained_for_known_prefixes_has_a_note(tmp_path: Path) -> None:
-    plain = head_of(write(tmp_path / "plain", "z-lab"))
-    config = {**LAYOUTS["z-lab"].config["dflash_config"], **VISIBLE}
-    trained = head_of(write(tmp_path / "trained", "z-lab", config={"dflash_config": config}))
-    assert (
-        make_for_draft_worker(plain, "dflash", V).note == UNTRAINED_PREFIX_NOTE
-        and make_for_draft_worker(trained, "dflash", V).note == ""
-    )
-
-
-def test_recurrent_markov_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CannotDraft, match="starts anew with each block"):
-        make_for_draft_worker(head_of(write(tmp_path, "SpecForge, rnn")), "dflash", V)

@@ -14,7 +14,6 @@ import pytest
 from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.dflash import DFlash, build
 from outrider.drafters.heads.drafter import HeadDrafter
-from outrider.drafters.heads.load import _predict_tokens as predict_tokens
 from outrider.drafters.heads.pair_kv_cache import FeatureKVCache
 from outrider.engine.hidden_states import find_backbone, register_forward_hook
 from outrider.engine.loading import load
@@ -24,7 +23,7 @@ from outrider.protocol.sampling import SamplingParams
 from tests.drafters.dflash_heads import NumpyHead, write
 from tests.drafters.dflash_layouts import LAYOUTS, PLAIN, TAPS, TARGET, H, V
 from tests.drafters.pair_feeds import PairFeed, slots
-from tests.drafting import draft_chains
+from tests.drafting import HeadText, draft_chains
 
 RNG = np.random.default_rng(3)
 EMBEDDING = RNG.standard_normal((V, H)).astype(np.float32)
@@ -84,7 +83,7 @@ def test_a_chain_is_chosen_slot_by_slot_with_the_targets_noise(tmp_path: Path, n
         for n, count in enumerate(counts):
             drafts[n].add_features(done[n], drafter.head.fuse(mx.array(ROWS[n][done[n] : done[n] + count])))
             done[n] += count
-        chains = [drafts[n].set_text(TEXTS[n][: done[n] + 1].tolist()) for n in range(2)]
+        chains = [HeadText(drafts[n], TEXTS[n][: done[n] + 1].tolist()) for n in range(2)]
         found = draft_chains(chains, [n + 3 for n in depths])
         for n, chain in enumerate(one.chain for one in found):
             depth = layout.depth if n == 0 else min(6, layout.depth)
@@ -103,16 +102,6 @@ def test_markov_links_change_the_reference_chain(tmp_path: Path) -> None:
         assert (truth.chain(features, TEXTS[0][30], layout.depth) != plain) == bool(linked), name
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_trial_with_the_target_predicts_with_the_markov_head(tmp_path: Path, name: str) -> None:
-    """For `measure_agreement`, which compares the token predicted after each token of a text with the target's."""
-    head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
-    features = head.fuse(mx.array(ROWS[0][:12]))
-    found = predict_tokens(FeatureKVCache(head), mx.array(TEXTS[0][1:13], mx.int32), features)
-    rows = [truth.fuse(ROWS[0][: place + 1]) for place in range(12)]
-    assert found.tolist() == [truth.chain(part, TEXTS[0][len(part)], 1, None, 1.0)[0] for part in rows]
-
-
 @pytest.mark.parametrize("name", ["z-lab", "DeepSpec"])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temp=0.8, seed=3, repetition_penalty=1.1)])
 def test_candidates_of_each_position_come_best_first(tmp_path: Path, name: str, sampling: SamplingParams) -> None:
@@ -122,20 +111,20 @@ def test_candidates_of_each_position_come_best_first(tmp_path: Path, name: str, 
     for least in (0.1, 1.0):
         draft = drafter.open_draft(sampling)
         draft.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
-        chains.append(draft.set_text(TEXTS[0][:10].tolist(), least))
+        chains.append(HeadText(draft, TEXTS[0][:10].tolist(), least))
     wide, plain = draft_chains(chains, [5, 5])
-    assert wide.line == plain.chain and plain.parents == () and chains[0]._proposed is not None
-    for token, place in zip(wide.line, chains[0]._proposed.places, strict=True):
-        gaps = list(place.point.gaps)
-        assert token not in place.others and len(set(place.others)) == 2
-        assert place.point.own_gap == gaps[0] >= 0.0 and gaps == sorted(gaps)
+    assert wide.line == plain.chain and plain.parents == () and chains[0].draft._proposed is not None
+    for token, point in zip(wide.line, chains[0].draft._proposed.points, strict=True):
+        gaps = list(point.gaps)
+        assert token not in point.others and len(set(point.others)) == 2
+        assert point.own_gap == gaps[0] >= 0.0 and gaps == sorted(gaps)
 
 
 def test_penalties_are_applied_slot_by_slot(tmp_path: Path) -> None:
     drafter = HeadDrafter(head_of(write(tmp_path, "DeepSpec")), V)
     draft = drafter.open_draft(SamplingParams(repetition_penalty=50.0))
     draft.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
-    chain = draft_chains([draft.set_text(TEXTS[0][:10].tolist())], [6])[0].chain
+    chain = draft_chains([HeadText(draft, TEXTS[0][:10].tolist())], [6])[0].chain
     assert len(set(chain) - set(TEXTS[0][:10].tolist())) == 6
 
 
@@ -144,9 +133,9 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
     drafter = HeadDrafter(head, V)
     draft = drafter.open_draft(SamplingParams())
     draft.add_features(0, head.fuse(mx.array(ROWS[0][:8])))
-    assert len(draft_chains([draft.set_text(TEXTS[0][:9].tolist())], [9])[0].chain) == 3
+    assert len(draft_chains([HeadText(draft, TEXTS[0][:9].tolist())], [9])[0].chain) == 3
     draft.add_features(8, head.fuse(mx.array(ROWS[0][8:11])))
-    assert draft_chains([draft.set_text(TEXTS[0][:12].tolist())], [9])[0].chain == ()
+    assert draft_chains([HeadText(draft, TEXTS[0][:12].tolist())], [9])[0].chain == ()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +161,7 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
         ("z-lab", {"block_size": 1}, TARGET, "has blocks of 1 tokens"),
         ("z-lab", {"quantization": {"bits": 4}}, TARGET, "is quantised"),
         ("z-lab", {"architectures": ["LlamaForCausalLM"]}, TARGET, "is not a head of kind dflash"),
-        ("DeepSpec", {"markov_head_type": "odd"}, TARGET, "a Markov head of type 'odd'"),
+        ("DeepSpec", {"markov_head_type": "rnn"}, TARGET, "a Markov head of type 'rnn'"),
     ],
 )
 def test_a_head_of_another_target_is_refused(

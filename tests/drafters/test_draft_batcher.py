@@ -107,7 +107,7 @@ def test_forwards_that_give_no_branches_are_counted_and_not_kept() -> None:
         assert together.advance(works) == [None]
     assert [np.size(value) for value in vars(together).values()] == state
     measured = list[tuple[float, float]]()
-    together.capacity.record_forward = lambda rows, ms: measured.append((rows, ms))  # type: ignore[method-assign]
+    together.capacity.forwards.add = lambda rows, ms: measured.append((rows, ms))  # type: ignore[method-assign]
     (ready,) = together.advance(works)
     assert isinstance(ready, ReadyBranches) and len(ready.entries) == 6
     assert [rows for rows, _ in measured] == [pytest.approx((50 * 3 + 6) / 51)]
@@ -136,12 +136,12 @@ def test_capacity_is_the_number_of_branches_that_fit_in_a_round() -> None:
     assert capacity.max_branches(3) == UNMEASURED_BRANCHES
     for turn in range(24):
         rows = 4 + 8 * (turn % 5)
-        capacity.record_forward(rows, 1.0 + 0.125 * rows)
-        capacity.record_round(25.0)
+        capacity.forwards.add(rows, 1.0 + 0.125 * rows)
+        capacity.rounds.add(1, 25.0)
     assert capacity.max_branches(3) == (25.0 / 4 - 1.0) / 0.125
     assert capacity.max_branches(1) == (25.0 / 2 - 1.0) / 0.125
     for _ in range(100):
-        capacity.record_round(1.0)
+        capacity.rounds.add(1, 1.0)
     assert capacity.max_branches(5) == 0
 
 
@@ -150,27 +150,27 @@ def test_rows_of_a_forward_leave_time_for_others_unless_they_cost_little() -> No
     assert costly.rows_per_forward() == UNMEASURED_BRANCHES
     for turn in range(24):
         rows = 4 + 8 * (turn % 5)
-        costly.record_forward(rows, 1.0 + 1.0 * rows)
-        cheap.record_forward(rows, 5.0 + 0.125 * rows)
-        costly.record_round(15.0)
-        cheap.record_round(15.0)
+        costly.forwards.add(rows, 1.0 + 1.0 * rows)
+        cheap.forwards.add(rows, 5.0 + 0.125 * rows)
+        costly.rounds.add(1, 15.0)
+        cheap.rounds.add(1, 15.0)
     assert costly.rows_per_forward() == 15 // 3 - 1
     assert (cheap.rows_per_forward() or 0) >= 5 / 0.125  # a forward itself costs as much as these
     alike = Capacity()
     for _ in range(24):
-        alike.record_forward(8, 9.0)
-        alike.record_round(15.0)
+        alike.forwards.add(8, 9.0)
+        alike.rounds.add(1, 15.0)
     assert alike.rows_per_forward() == 4  # forwards of eight rows alone do not show a row's cost, so fewer are tried
     for _ in range(3):
-        alike.record_forward(4, 9.0)
+        alike.forwards.add(4, 9.0)
     assert (alike.rows_per_forward() or 0) > 8  # a row costs little
 
 
 def test_capacity_is_learned_from_forwards_of_one_size() -> None:
     capacity = Capacity()
     for _ in range(20):
-        capacity.record_forward(8, 4.0)
-        capacity.record_round(20.0)
+        capacity.forwards.add(8, 4.0)
+        capacity.rounds.add(1, 20.0)
     assert capacity.max_branches(3) == 10
 
 
@@ -181,21 +181,21 @@ def test_time_of_an_unread_forward_is_counted_with_the_next(monkeypatch: pytest.
     monkeypatch.setattr("outrider.protocol.clock.now", lambda: next(milliseconds) * MILLISECOND_NS)
     monkeypatch.setattr(work_ahead, "run_together", lambda steps: next(made))
     batcher.advance([])
-    assert not batcher.capacity._cost.seen
+    assert not batcher.capacity.forwards.seen
     batcher.advance([])
-    assert batcher.capacity._cost.seen == 1 and batcher.capacity._cost(19) == 20.0
+    assert batcher.capacity.forwards.seen == 1 and batcher.capacity.forwards(19) == 20.0
 
 
 def test_stalled_round_hardly_changes_the_number_of_branches() -> None:
     """Such as when the server was suspended."""
     capacity = Capacity()
     for _ in range(20):
-        capacity.record_forward(8, 4.0)
-        capacity.record_round(20.0)
-    capacity.record_round(60_000.0)
+        capacity.forwards.add(8, 4.0)
+        capacity.rounds.add(1, 20.0)
+    capacity.rounds.add(1, 60_000.0)
     assert 10 <= (capacity.max_branches(3) or 0) <= 13
     for _ in range(100):
-        capacity.record_round(200.0)
+        capacity.rounds.add(1, 200.0)
     assert (capacity.max_branches(3) or 0) > 95
 
 
@@ -220,8 +220,8 @@ def test_short_budget_is_shared_among_requests(tiny_model: Callable[..., Any]) -
         work.commit((), BranchTask((9, 8), 2, 12))
     together = DraftBatcher()
     for _ in range(16):
-        together.capacity.record_forward(10, 5.0)
-        together.capacity.record_round(27.0)  # three forwards of 9 ms: 18 rows
+        together.capacity.forwards.add(10, 5.0)
+        together.capacity.rounds.add(1, 27.0)  # three forwards of 9 ms: 18 rows
     found, wanted = prepare_all(together, works, active=3), prepare_all(DraftBatcher(), free)
     assert sum(map(len, found)) == 18 and all(found)
     for ours, theirs in zip(found, wanted, strict=True):
@@ -232,8 +232,8 @@ def test_single_request_gets_all_requested_branches(tiny_model: Callable[..., An
     drafter = MlxDrafter(load(tiny_model("llama")))
     work, together = start_requests(drafter)[0], DraftBatcher()
     for _ in range(16):
-        together.capacity.record_forward(10, 5.0)
-        together.capacity.record_round(1.0)
+        together.capacity.forwards.add(10, 5.0)
+        together.capacity.rounds.add(1, 1.0)
     work.commit((), BranchTask((), 2, 12))
     assert [len(found) for found in prepare_all(together, [work])] == [12]
     assert isinstance(together.advance([work])[0], ReadyBranches)

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, Continuation
-from outrider.drafters.heads.drafter import make_for_draft_worker
+from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.kv_rows import PairKVRows
 from outrider.drafters.heads.load import load_for_draft_worker
@@ -47,7 +47,7 @@ class SimulatedRequests:
 
     def __init__(self, head: PairHead, target: LoadedModel, cpu: OrtForward | None, temp: float) -> None:
         draws = np.random.default_rng(1)
-        drafter = make_for_draft_worker(head, "mtp", target.vocab_size, cpu=cpu)
+        drafter = HeadDrafter(head, target.vocab_size, cpu=cpu)
         self.together, self.texts = DraftBatcher(), [draws.integers(0, 200, n).tolist() for n in LENGTHS]
         self.sent = [0] * len(LENGTHS)
         raw = draws.standard_normal((max(LENGTHS) + 60, head.points.count * H))

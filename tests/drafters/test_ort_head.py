@@ -23,7 +23,7 @@ from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
 from tests.drafters.pair_feeds import PairFeed, outputs
-from tests.drafting import draft_chains
+from tests.drafting import HeadText, draft_chains
 from tests.target_worker.heads import (
     H,
     last_row_head,
@@ -58,7 +58,7 @@ def chains(head: Head, target: LoadedModel, cpu: OrtForward | None, temp: float)
             rows = draws.standard_normal((len(text) - 1 - sent[number], head.points.count * H))
             draft.add_features(sent[number], head.fuse(mx.array(rows, mx.float32)))
             sent[number] = len(text) - 1
-        updated = [draft.set_text(text) for draft, text in zip(drafts, texts, strict=True)]
+        updated = [HeadText(draft, text) for draft, text in zip(drafts, texts, strict=True)]
         found += [one.chain for one in draft_chains(updated, [4, 2, 3])]
         texts = [[*text, number] for number, text in enumerate(texts)]
     return found
@@ -138,7 +138,7 @@ def test_many_pairs_are_read_in_pieces(target: LoadedModel, fed: list[int]) -> N
     draft, text = own.open_draft(SamplingParams()), [5] * (LONG + 1)
     draft.add_features(0, mx.ones((LONG, H)))
     fed.clear()
-    draft_chains([draft.set_text(text)], [3])
+    draft_chains([HeadText(draft, text)], [3])
     assert sum(fed) == LONG + 2 and max(fed) < LONG and fed[-2:] == [1, 1]
 
 
@@ -149,7 +149,7 @@ def test_loaded_heads_use_onnx_runtime_and_keep_no_second_copy_of_its_weights(
     assert fed and own.head.weight_bytes < own.weight_bytes / 2
     draft = own.open_draft(SamplingParams())
     draft.add_features(0, own.head.fuse(mx.ones((3, own.head.points.count * H))))
-    assert len(draft_chains([draft.set_text([5, 6, 7, 8])], [3])[0].chain) == 3
+    assert len(draft_chains([HeadText(draft, [5, 6, 7, 8])], [3])[0].chain) == 3
 
 
 def test_head_of_a_multimodal_targets_text_model_uses_onnx_runtime_too(target: LoadedModel) -> None:

@@ -12,7 +12,7 @@ import pytest
 from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, ReadyBranches
 from outrider.drafters.mlx import MlxDrafter
-from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, start_drafting
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
 from outrider.protocol.messages import Branch
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
@@ -256,10 +256,8 @@ def test_drafters_that_divide_outcomes_prepare_those_of_a_single_one(policy: str
 
 def test_work_space_of_a_text_whose_drafts_are_all_right_stays_small(tiny_model: Callable[..., Path]) -> None:
     """No column is wasted, so only the length of the text can trigger a gather. Masks grow with the square of it."""
-    work = start_drafting(
-        MlxDrafter.load(str(tiny_model("llama")), lambda _: None), [5, 6, 7], SamplingParams(max_tokens=900), (),
-        FAN_OUT_POLICIES["uniform"], Calibration(),
-    )  # fmt: skip
+    tree = MlxDrafter.load(str(tiny_model("llama")), lambda _: None).open([5, 6, 7], SamplingParams(max_tokens=900))
+    work = WorkAhead(tree, (), FAN_OUT_POLICIES["uniform"], Calibration(), [5, 6, 7])
     for _ in range(70):
         (continuation,) = draft_chains([work], [8])
         work.commit([*continuation.chain, 9], BranchTask(None, 8))

@@ -29,7 +29,7 @@ from models.training.heads.store import Batch, Prompts, Store, StoreIdentity, ge
 from models.training.loop import Loop, autocast  # noqa: E402
 from models.training.target import load_target  # noqa: E402
 from outrider.drafters.heads import load as loading  # noqa: E402
-from outrider.drafters.heads.drafter import make_for_draft_worker  # noqa: E402
+from outrider.drafters.heads.drafter import HeadDrafter  # noqa: E402
 from outrider.drafters.heads.pair_kv_cache import (  # noqa: E402
     FeatureKVCache,
     PairKVCache,
@@ -237,8 +237,7 @@ def test_blocks_are_trained_after_prefixes_as_in_the_draft_worker(target: Path, 
             parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.bfloat16().float())
     pipeline.write_head(tmp_path / "head", trained, model_digest(target))
     head = loading.read_head("dflash", str(tmp_path / "head"), load(target), print)
-    ahead = make_for_draft_worker(head, "dflash", TINY.vocab)
-    assert head.sees_prefixes and ahead.note == ""
+    ahead = HeadDrafter(head, TINY.vocab)
     batch = batch_of(model, made.taps(TINY), 60)
     tokens = np.array(batch.tokens[0])
     with torch.no_grad():
@@ -270,7 +269,7 @@ def test_loaded_exit_computes_the_logits_of_the_trained_one(target: Path, tmp_pa
             parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.half().float())
     pipeline.write_head(tmp_path / "head", trained, model_digest(target))
     own = loading.load("early-exit", str(tmp_path / "head"), load(target), print)
-    assert "with 2 of 4 layers and an adapter" in own.note and "another target" not in own.note
+    assert "2 of 4 layers and an adapter" in own.note and "another target" not in own.note
     batch = batch_of(model, made.taps(TINY), 24)
     with torch.no_grad():
         expected = (trained(batch)[0].hidden @ trained.output_weight.T).numpy()

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.heads.dflash import DFlash
-from outrider.drafters.heads.drafter import make_for_draft_worker
+from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.trees import BlockTree
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Features, Message
@@ -28,7 +28,7 @@ MakeHead = Callable[[LoadedModel], DFlash]
 
 
 def make_head_cluster(target: LoadedModel, head: DFlash, kind: type[Cluster] = Cluster, **other: Any) -> Cluster:
-    drafter = make_for_draft_worker(head, "dflash", target.vocab_size)
+    drafter = HeadDrafter(head, target.vocab_size)
     return kind(target, drafter, VirtualClock(), **{"ngrams": False, "full_depth": True, **other})
 
 
@@ -95,7 +95,7 @@ def test_block_heads_cache_equals_a_fresh_read_after_each_round(
 def cache_distance(head: DFlash, tree: BlockTree, rows: np.ndarray[Any, Any]) -> float:
     """Returns the largest difference of the tree's KV cache from that of a head that is fed these rows at once."""
     text = [1] * (len(rows) + 1)
-    fresh = make_for_draft_worker(head, "dflash", 10_000).open(text, SamplingParams())
+    fresh = HeadDrafter(head, 10_000).open(text, SamplingParams())
     assert isinstance(fresh, BlockTree)
     fresh.add_features(0, rows)
     fresh.read(text)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.drafter import TokenTree
-from outrider.drafters.heads.drafter import make_for_draft_worker
+from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.pair_kv_cache import MAX_BUFFERED, PairKVCache
 from outrider.drafters.heads.trees import PairTree
@@ -68,7 +68,7 @@ class LossyCluster(Cluster):
 def make_head_cluster(
     target: LoadedModel, head: PairHead, kind: type[Cluster] = Cluster, cpu: OrtForward | None = None, **other: Any
 ) -> Cluster:
-    drafter = make_for_draft_worker(head, "eagle3", target.vocab_size, cpu=cpu)
+    drafter = HeadDrafter(head, target.vocab_size, cpu=cpu)
     return kind(target, drafter, VirtualClock(), **{"ngrams": False, "full_depth": True, **other})
 
 
@@ -181,7 +181,7 @@ def cache_distance(head: PairHead, tree: PairTree, text: list[int], rows: np.nda
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 def test_recurrent_head_gets_one_row_a_round_and_equals_a_fresh_one(target: LoadedModel, mode: str) -> None:
     head, received_rows = recurrent_head(target), dict[int, np.ndarray[Any, Any]]()
-    fresh, seen, rows = make_for_draft_worker(head, "redrafter", target.vocab_size), set[int](), list[int]()
+    fresh, seen, rows = HeadDrafter(head, target.vocab_size), set[int](), list[int]()
 
     def check(tree: TokenTree, text: Sequence[int]) -> None:
         assert isinstance(tree, PairTree)
@@ -213,7 +213,7 @@ def test_recurrent_head_gets_one_row_a_round_and_equals_a_fresh_one(target: Load
 def test_missing_row_is_replaced_by_the_heads_mask_feature(target: LoadedModel) -> None:
     """As in P-EAGLE: several missing rows are replaced in one forward, and no longer once the rows have arrived."""
     head = parallel_feature_head(target, missing=77)
-    tree = make_for_draft_worker(head, "eagle3", target.vocab_size).open(PROMPT, sampling(0.0))
+    tree = HeadDrafter(head, target.vocab_size).open(PROMPT, sampling(0.0))
     assert isinstance(tree, PairTree)
     rows = head.fuse(mx.random.normal((8, 3 * 64)))
     tree.add_features(0, np.array(rows[: len(PROMPT) - 1]))
@@ -238,7 +238,7 @@ def test_a_token_with_its_row_sees_those_before_it_that_lack_theirs(target: Load
     rows = np.array(head.fuse(mx.random.normal((len(PROMPT) + 2, 3 * 64), key=mx.random.key(3))))
     found: list[list[float]] = []
     for at_once in (True, False):
-        tree = make_for_draft_worker(head, "eagle3", target.vocab_size).open(PROMPT, sampling(0.0))
+        tree = HeadDrafter(head, target.vocab_size).open(PROMPT, sampling(0.0))
         assert isinstance(tree, PairTree)
         tree.add_features(0, rows[: len(PROMPT) - 1])
         tree.read(PROMPT)
@@ -256,7 +256,7 @@ def test_a_token_with_its_row_sees_those_before_it_that_lack_theirs(target: Load
 def test_rows_that_arrive_while_a_drafter_is_busy_all_wait(target: LoadedModel) -> None:
     """All are kept, more than by a head in the target's process: a draft worker reads a long prompt from the start."""
     head = random_head(target)
-    drafter, count = make_for_draft_worker(head, "eagle3", target.vocab_size), MAX_BUFFERED + 400
+    drafter, count = HeadDrafter(head, target.vocab_size), MAX_BUFFERED + 400
     drafter.context_length = 2 * MAX_BUFFERED
     tree = drafter.open([1], sampling(0.0))
     assert isinstance(tree, PairTree)

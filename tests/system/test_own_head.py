@@ -63,7 +63,7 @@ def test_head_that_does_not_agree_with_the_target_is_noted(tmp_path: Path, head_
     assert notes[0] in drafted and notes[0] not in plain
 
 
-def test_block_head_in_the_draft_worker_notes_untrained_blocks(tmp_path: Path) -> None:
+def test_block_head_in_the_draft_worker_works_ahead(tmp_path: Path) -> None:
     markov_llama(tmp_path / "target")
     head = write_block_head(tmp_path / "head")
     with LocalCluster(
@@ -75,4 +75,4 @@ def test_block_head_in_the_draft_worker_notes_untrained_blocks(tmp_path: Path) -
         alone, ahead = (client.generate([40, 41, 42], params, mode=way) for way in ("ar", "ssd"))
         assert alone.token_ids == ahead.token_ids and len(alone.token_ids) == 24
         by_name = {worker.name: worker for worker in client.stats().workers}
-        assert by_name["draft-0"].backend == "dflash" and "was not trained for blocks" in by_name["draft-0"].note
+        assert by_name["draft-0"].backend == "dflash"

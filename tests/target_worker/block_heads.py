@@ -40,12 +40,11 @@ def block_head(target: LoadedModel, **config: Any) -> DFlash:
 
 
 def linked_head(target: LoadedModel) -> DFlash:
-    """A random DSpark head, whose Markov head is an RNN over the chain. The last token's own row drafts the first."""
+    """A random DSpark head. The last token's own row drafts the first."""
     draws = np.random.default_rng(1)
     sizes = {"markov_w1.weight": (VOCAB_SIZE, RANK), "markov_w2.weight": (VOCAB_SIZE, RANK)}
-    sizes |= {"joint_proj.weight": (3 * RANK, 2 * RANK + H), "joint_proj.bias": (3 * RANK,)}
     weights = _random(1) | {f"markov_head.{key}": draws.standard_normal(shape) for key, shape in sizes.items()}
-    return _build(weights, target, architectures=["Qwen3DSparkModel"], markov_rank=RANK, markov_head_type="rnn")
+    return _build(weights, target, architectures=["Qwen3DSparkModel"], markov_rank=RANK)
 
 
 def gated_head(target: LoadedModel) -> DFlash:

@@ -23,7 +23,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, _usable_prefix_length
 from outrider.target_worker.target_request import TargetRequest
 from outrider.target_worker.worker import TargetWorker
-from tests.drafting import draft_chains
+from tests.drafting import HeadText, draft_chains
 from tests.system.links import FakeLink, VirtualClock, run_worker
 from tests.target_worker.block_heads import convolving_head, parallel_head
 from tests.target_worker.heads import drafter, latent_head, mtp_head, random_head, recurrent_head
@@ -92,7 +92,7 @@ def check_state(chat: Conversation, running: TargetRequest) -> None:
     fresh = HeadDrafter(chat.head, chat.model.vocab_size)
     again = fresh.open_draft(SamplingParams())
     again.add_features(0, rows[0][:known])
-    draft_chains([again.set_text(tokens[: known + 1])], [1])
+    draft_chains([HeadText(again, tokens[: known + 1])], [1])
     for mine, true in zip(draft.tree.save(known + 1).layers, again.tree.save(known + 1).layers, strict=True):
         for a, b in zip(mine, true, strict=True):
             assert float(mx.abs(a - b).max().item()) < 1e-3
@@ -146,14 +146,14 @@ def test_reading_a_prompt_does_not_count_as_drafting_time(
     target: LoadedModel, make_head: Heads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would raise the measured cost of a drafted token."""
-    clock, read = VirtualClock(), PairKVRows._read
+    clock, read = VirtualClock(), PairKVRows.read_rest
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
 
-    def read_slowly(self: PairKVRows, *pairs: Any) -> None:
+    def read_slowly(self: PairKVRows) -> None:
         clock.skip(1_000_000_000)
-        read(self, *pairs)
+        read(self)
 
-    monkeypatch.setattr(PairKVRows, "_read", read_slowly)
+    monkeypatch.setattr(PairKVRows, "read_rest", read_slowly)
     chat = Conversation(target, make_head(target))
     chat.begin("a", PROMPT)
     go = Verify("a", 0, 1, len(PROMPT) + 1, Autonomous(LENGTH, InProcess(3)))
@@ -242,12 +242,12 @@ def test_target_rereads_the_rows_that_any_of_several_heads_lacks(target: LoadedM
         if known:
             draft = head.open_draft(SamplingParams())
             draft.add_features(0, mx.ones((known, 64)))
-            draft_chains([draft.set_text(PROMPT[: known + 1])], [1])
+            draft_chains([HeadText(draft, PROMPT[: known + 1])], [1])
             draft.close(discard=False)
     drafts = [head.open_draft(SamplingParams()) for head in own]
     assert _usable_prefix_length(slot, drafts, 52) == 45
     for draft in drafts:
         draft.add_features(45, mx.ones((4, 64)))
     for draft, length in zip(drafts, (49, 49, 4), strict=True):
-        draft_chains([draft.set_text(slot.tokens[:50])], [1])
+        draft_chains([HeadText(draft, slot.tokens[:50])], [1])
         assert len(draft.tree.pairs) == length

@@ -111,15 +111,15 @@ def test_in_process_drafter_may_return_trees(
     target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch, temp: float, requests: int
 ) -> None:
     own, draws = drafter(token_head(target), target), random.Random(5)
-    drafted = HeadDraft.continuation
+    drafted = HeadDraft._draft
 
-    def in_trees(self: HeadDraft, depth: int) -> Steps[Continuation]:
-        one = yield from drafted(self, depth)
+    def in_trees(self: HeadDraft, depth: int, min_prob: float) -> Steps[Continuation]:
+        one = yield from drafted(self, depth, min_prob)
         tokens, parents = tree_with(one.chain, draws)
         return Continuation(tokens, parents=parents)
 
     plain = run(target, drafter(token_head(target), target), temp, requests)
-    monkeypatch.setattr(HeadDraft, "continuation", in_trees)
+    monkeypatch.setattr(HeadDraft, "_draft", in_trees)
     outcomes = run(target, own, temp, requests)
     assert tokens_of(outcomes) == alone(temp, requests)
     assert any(a.path is not None and a.accepted for one in outcomes for a in one)
@@ -145,14 +145,14 @@ def test_target_without_trees_takes_the_first_branch_of_a_drafted_tree(
     target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = drafter(token_head(target), target)
-    drafted = HeadDraft.continuation
+    drafted = HeadDraft._draft
 
-    def in_trees(self: HeadDraft, depth: int) -> Steps[Continuation]:
-        c = (yield from drafted(self, depth)).chain
+    def in_trees(self: HeadDraft, depth: int, min_prob: float) -> Steps[Continuation]:
+        c = (yield from drafted(self, depth, min_prob)).chain
         return Continuation((*c, 5), parents=(*range(-1, len(c) - 1), -1)) if c else Continuation()
 
     plain = run(target, drafter(token_head(target), target), 0.0)
-    monkeypatch.setattr(HeadDraft, "continuation", in_trees)
+    monkeypatch.setattr(HeadDraft, "_draft", in_trees)
     opened = Open("0", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
     link = FakeLink("target-0", deque([opened]))
     worker = TargetWorker(link, target, drafters=InProcessDrafters({"own": own}))  # type: ignore[arg-type]

@@ -110,6 +110,7 @@ class ReplayDrafter(Drafter):
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:
+        self.check_text(tokens, len(tokens))
         start = tuple(tokens)
         text = next((text for text in self._script.texts if text[: len(start)] == start), start)
         return ReplayTree(self._script, text, start)
