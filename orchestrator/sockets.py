@@ -88,9 +88,8 @@ class LimitedEndpoint:
 class RouterSocket:
     """A ROUTER whose endpoints limit their connections; poll its `socket` and `monitor`. Used by one thread.
 
-    ZeroMQ would accept connections until no file descriptor is left, and then end the process. A full unix socket stops
-    listening, and new connections wait in the system's queue. A port can't stop listening, so excess connections to it
-    are closed, and the clients may try again.
+    ZeroMQ would accept connections until no file descriptor is left, and then end the process. Therefore excess
+    connections are closed; their clients connect again, several times a second.
 
     Call `update_connections` whenever `monitor` is readable. `limit`: connections. `send_hwm`, `recv_hwm`: messages
     that may be queued for a peer, and for this process.
@@ -147,7 +146,7 @@ class RouterSocket:
         return len(endpoint.open_fds) >= CROWDED_RATIO * endpoint.max_connections
 
     def update_connections(self) -> None:
-        """Handles events of connections that were opened or closed; stops or resumes listening."""
+        """Handles events of connections that were opened or closed; closes those beyond the limit."""
         while self.monitor.poll(0):
             event, fd, address = receive_event(self.monitor)
             if event == zmq.EVENT_ACCEPTED:
@@ -155,15 +154,10 @@ class RouterSocket:
                 endpoint = next(named, self.endpoints[-1])  # ZeroMQ may spell the last one's address differently
                 endpoint.open_fds.add(fd)
                 if len(endpoint.open_fds) > endpoint.max_connections:
-                    endpoint.bound.close_connection(fd)  # of a port, which can't stop listening
+                    endpoint.bound.close_connection(fd)
             else:
                 for endpoint in self.endpoints:
                     endpoint.open_fds.discard(fd)
-        for endpoint in self.endpoints:
-            if len(endpoint.open_fds) >= endpoint.max_connections:
-                endpoint.bound.stop_listening()
-            else:
-                endpoint.bound.listen()
 
     def close(self) -> None:
         """Closes the socket and frees the endpoints; pending messages have `linger_ms` milliseconds to leave."""

@@ -210,25 +210,15 @@ class BoundSocket:
 
     def __init__(self, socket: Socket, where: Endpoint, listener: sockets.socket, lock: SocketLock | None) -> None:
         self.endpoint = str(where)
-        self.lock = lock
+        self._lock = lock
         self._socket = socket
         self._listener = listener
         socket.use_fd = os.dup(listener.fileno())
         socket.bind(self.endpoint)
         socket.use_fd = -1
 
-    def listen(self) -> None:
-        """Accepts connections, as after creation. A second call does nothing."""
-        if self.lock is not None:
-            self.lock.open()
-
-    def stop_listening(self) -> None:
-        """Makes new connections wait until `listen`. For paths only: on a port ZeroMQ would drop all connections."""
-        if self.lock is not None:
-            self.lock.shut()
-
     def close_connection(self, descriptor: int) -> None:
-        """Closes a connection to this port, unless its descriptor now belongs to another file."""
+        """Closes a connection to this endpoint, unless its descriptor now belongs to another file."""
         with suppress(OSError):
             duplicate = os.dup(descriptor)
             try:
@@ -237,15 +227,21 @@ class BoundSocket:
                 os.close(duplicate)
                 return
             with connection:
-                if self.lock is None and connection.getsockname()[1:2] == self._listener.getsockname()[1:2]:
+                if _path_or_port(connection) == _path_or_port(self._listener):
                     connection.shutdown(sockets.SHUT_RDWR)
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket and frees the endpoint; unsent messages have `linger_ms`. A second call does nothing."""
         self._socket.close(linger=linger_ms)
         self._listener.close()
-        if self.lock is not None:
-            self.lock.release()
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _path_or_port(connection: sockets.socket) -> object:
+    """Returns this side's path or port; the host of a listener may stand for all interfaces."""
+    name = connection.getsockname()
+    return name[1] if isinstance(name, tuple) else name
 
 
 def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> BoundSocket:

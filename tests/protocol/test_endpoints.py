@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import socket as plain
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 import zmq
 
 from outrider.protocol import endpoints, socket_files
-from outrider.protocol.endpoints import Ipc, Tcp, bind, connect, parse_endpoint, require_server
+from outrider.protocol.endpoints import Ipc, Tcp, bind, connect, parse_endpoint
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.keys import ClientKeys, ServerKeys, make_pair
 from outrider.protocol.socket_files import MAX_PATH_BYTES
@@ -151,37 +150,6 @@ def test_close_keeps_a_socket_created_by_another_program(sockets, ipc, short):
         other.bind(str(short / "s"))
         bound.close()
         assert (short / "s").is_socket()
-
-
-def test_client_waits_while_the_server_does_not_listen(sockets, ipc, short):
-    with closing(bind(server := sockets(), ipc)) as bound:
-        inside, outside = sockets(zmq.DEALER), sockets(zmq.DEALER)
-        connect(inside, bound.endpoint)
-        inside.send(b"before")
-        assert server.poll(10_000) and server.recv_multipart()[1] == b"before"
-        bound.stop_listening()
-        connect(outside, bound.endpoint)
-        outside.send(b"waits")
-        inside.send(b"meanwhile")
-        assert server.poll(10_000) and server.recv_multipart()[1] == b"meanwhile"
-        assert not server.poll(100)
-        require_server(ipc)
-        bound.listen()
-        assert server.poll(10_000) and server.recv_multipart()[1] == b"waits"
-        bound.stop_listening()
-    assert not list(short.iterdir())
-
-
-def test_there_is_a_socket_while_the_server_stops_listening(sockets, ipc, short):
-    """If there were none, a client would report that no server is running."""
-    with closing(bind(sockets(), ipc)) as bound, ThreadPoolExecutor(1) as executor:
-        done = threading.Event()
-        checks = executor.submit(lambda: [(short / "s").is_socket() for _ in iter(done.is_set, True)])
-        for _ in range(2000):
-            bound.stop_listening()
-            bound.listen()
-        done.set()
-        assert all(checks.result())
 
 
 KILLED = """
