@@ -224,7 +224,7 @@ class Worker:
 
     def loss_reason(self, ping_interval_s: float) -> str | None:
         """Returns why it must be given up, or None: its process has ended, or it is silent."""
-        code = self.spawned.exit_code() if self.spawned else None
+        code = self.spawned.poll() if self.spawned else None
         if self.spawned and code is not None:
             return self.fault or f"{self} {system.describe_exit(code, self.spawned.log_tail())}"
         if self.spawned is None and self.fault:

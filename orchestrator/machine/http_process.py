@@ -101,7 +101,7 @@ class HttpProcess:
             WorkerError: it ended too soon after its start (the message has the last lines of its log), or can't be
                 started again.
         """
-        code = self._process.exit_code()
+        code = self._process.poll()
         if code is None:
             return
         ended = f"the HTTP server {system.describe_exit(code, self._process.log_tail())}"

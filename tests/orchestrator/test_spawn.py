@@ -44,7 +44,7 @@ def spawned(monkeypatch, tmp_path):
         worker = supervisor.spawn_worker("target", "target-0", "ipc:///none", SETTINGS, tmp_path, 1)
         workers.append(worker)
         while wait_for and wait_for not in worker.log_tail():
-            assert worker.exit_code() is None, worker.log_tail()
+            assert worker.poll() is None, worker.log_tail()
         return worker
 
     yield start
@@ -166,7 +166,7 @@ def test_stderr_of_an_ended_worker_is_kept(spawned):
 
 def test_a_worker_that_can_not_be_restarted_is_lost_and_ends_nothing(monkeypatch, tmp_path):
     registry = WorkerRegistry(True)
-    worker = Worker("draft-0", "draft", 1, SimpleNamespace(exit_code=lambda: 1, kill=lambda: None))
+    worker = Worker("draft-0", "draft", 1, SimpleNamespace(poll=lambda: 1, kill=lambda: None))
     registry.assign(worker)
     worker.restarts.died(0, True, False, "")
     monkeypatch.setattr(system, "require_mlx", mock.Mock(side_effect=InvalidRequest("MLX has no backend installed")))
@@ -182,7 +182,7 @@ def test_failed_thread_start_is_a_sentence(monkeypatch):
 
 def test_process_start_beyond_the_limit_of_processes_names_it(monkeypatch, tmp_path):
     refused = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-    monkeypatch.setattr("outrider.orchestrator.machine.spawn.subprocess.Popen", mock.Mock(side_effect=refused))
+    monkeypatch.setattr(subprocess.Popen, "__init__", mock.Mock(side_effect=refused))
     with pytest.raises(WorkerError, match=r"can't be started .*; most likely out of .*ulimit"):
         supervisor.spawn_worker("draft", "draft-0", "ipc:///none", SETTINGS, tmp_path, 1)
 
@@ -372,5 +372,5 @@ def test_log_is_locked_while_its_process_lives(spawned, tmp_path):
 def test_worker_runs_without_a_log_if_unwritable(spawned, tmp_path, caplog):
     (tmp_path / "target-0.log").mkdir()
     worker = spawned(WAITS, wait_for="")
-    assert worker.exit_code() is None and worker.log_tail() == ""
+    assert worker.poll() is None and worker.log_tail() == ""
     assert "runs without a log" in caplog.text

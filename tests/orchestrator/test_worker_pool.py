@@ -72,7 +72,7 @@ class FakeProcess:
         self.tail = ""
         self.killed = False
 
-    def exit_code(self) -> int | None:
+    def poll(self) -> int | None:
         return self.code
 
     def log_tail(self) -> str:
