@@ -6,14 +6,12 @@ Knows command lines and process ids; knows nothing of messages.
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -23,7 +21,6 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 
-log = logging.getLogger(__name__)
 LOG_TAIL_BYTES, LOG_TAIL_LINES = 4096, 3
 STDERR = 2
 MODELS_ONLY = "outrider.engine.models_only"  # runs a program
@@ -33,15 +30,6 @@ MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker",
 # a worker then keeps free memory between longer-lived blocks. What a forward frees at the heap's end is kept for the
 # next forward: requesting it again costs a quarter of a drafter's forward. Other systems ignore these variables.
 MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
-
-
-def open_log_file(path: Path, mode: str) -> BinaryIO:
-    """Opens a log file, or /dev/null if that fails: a process without a log is better than none."""
-    try:
-        return open(path, mode)  # type: ignore[return-value]
-    except OSError as error:
-        log.warning("can't write %s (%s): that process runs without a log", path, error.strerror)
-        return open("/dev/null", "wb")
 
 
 class SpawnedProcess(subprocess.Popen[bytes]):
@@ -59,10 +47,9 @@ class SpawnedProcess(subprocess.Popen[bytes]):
     ) -> None:
         """`log_mode`: see `open`. `inherited`: the file descriptors that the process keeps."""
         self._log = log
-        with open_log_file(log, log_mode) as output:
-            with suppress(OSError):  # it may be /dev/null
+        try:
+            with log.open(log_mode) as output:
                 fcntl.flock(output, fcntl.LOCK_SH)  # macOS removes unlocked old files; the process inherits the lock
-            try:
                 super().__init__(
                     command,
                     stdin=subprocess.PIPE,
@@ -72,9 +59,9 @@ class SpawnedProcess(subprocess.Popen[bytes]):
                     pass_fds=inherited,
                     start_new_session=True,
                 )
-            except OSError as error:
-                cause = system.likely_cause(1, str(error)) or f"expected {sys.executable} to run"
-                raise WorkerError(f"the {name} can't be started ({error}); {cause}") from None
+        except OSError as error:
+            cause = system.likely_cause(1, str(error)) or f"expected {sys.executable} to run, and {log} to be writable"
+            raise WorkerError(f"the {name} can't be started ({error}); {cause}") from None
 
     def log_tail(self) -> str:
         """Returns the last lines of its log as one line, for an error message; empty if there are none."""

@@ -369,8 +369,7 @@ def test_log_is_locked_while_its_process_lives(spawned, tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_worker_runs_without_a_log_if_unwritable(spawned, tmp_path, caplog):
+def test_unwritable_log_is_a_worker_error(spawned, tmp_path):
     (tmp_path / "target-0.log").mkdir()
-    worker = spawned(WAITS, wait_for="")
-    assert worker.poll() is None and worker.log_tail() == ""
-    assert "runs without a log" in caplog.text
+    with pytest.raises(WorkerError, match=r"the target worker can't be started .*target-0\.log"):
+        spawned(WAITS)
