@@ -297,17 +297,17 @@ def _set_common_options(socket: Socket, where: Endpoint) -> None:
         socket.ipv6 = True
 
 
-def listen_error(where: Endpoint, error: OSError | zmq.ZMQError) -> EndpointError:
+def listen_error(where: Endpoint | str, error: OSError | UnicodeError | zmq.ZMQError) -> EndpointError:
     """Returns the error that says why nothing can listen there, and what to do."""
+    if isinstance(error, sockets.gaierror | UnicodeError):
+        return EndpointError(f"{where} can't be used: the host can't be found; check its name")
     reasons = {
         errno.EADDRINUSE: "the port is in use; stop the program that uses it, or choose another port",
         errno.EACCES: "no permission; choose a port from 1024 up, or a directory you may write to",
         errno.EADDRNOTAVAIL: "this machine has no such address; choose one of its addresses, or * for all",
         errno.ENODEV: "this machine has no such address; choose one of its addresses, or * for all",
-        errno.EINVAL: "the host can't be found; check its name",
     }
-    reason = reasons[errno.EINVAL] if isinstance(error, sockets.gaierror) else reasons.get(error.errno or 0)
-    return EndpointError(f"{where} can't be used: {reason or error.strerror}")
+    return EndpointError(f"{where} can't be used: {reasons.get(error.errno or 0, error.strerror)}")
 
 
 def set_remote_options(socket: zmq.Socket[Any]) -> None:

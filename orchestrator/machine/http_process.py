@@ -6,7 +6,6 @@ command line and a process id; knows nothing of HTTP.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -20,6 +19,7 @@ from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import MALLOC_ENV, STDERR, SpawnedProcess, child_environment, python
 from outrider.orchestrator.pairing.model_files import ModelFiles
+from outrider.protocol.endpoints import listen_error
 from outrider.protocol.errors import EndpointError, WorkerError
 
 SERVER_MODULE = "outrider.server"
@@ -54,7 +54,7 @@ class HttpListener:
             both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # all interfaces: also of IPv4
             self.socket = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
         except (OSError, UnicodeError) as error:
-            raise EndpointError(f"HTTP can't be served at {host}:{port} ({_explain(error)})") from None
+            raise EndpointError(f"{listen_error(f'{host}:{port}', error)} (--host, --port; or --no-http)") from None
         host, port = self.socket.getsockname()[:2]
         self.url = f"{settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self._settings = settings
@@ -136,13 +136,3 @@ def large_pages_env() -> dict[str, str]:
     library = os.confstr(GLIBC_CONFSTR) if GLIBC_CONFSTR in os.confstr_names else None
     name, _, version = (library or "").partition(" ")
     return LARGE_PAGES_ENV if name == "glibc" and [int(part) for part in version.split(".")] >= [2, 35] else {}
-
-
-def _explain(error: OSError | UnicodeError) -> str:
-    code = getattr(error, "errno", None)
-    if code == errno.EADDRINUSE:
-        return "the port is in use; choose another with --port, or --no-http"
-    if code == errno.EACCES:
-        return "no permission for this port; choose one from 1024 up with --port"
-    why = str(getattr(error, "strerror", error)).partition(" (")[0]  # without the address, which stands before it
-    return f"{why}; expected an address of this machine (--host), or --no-http"
