@@ -23,7 +23,7 @@ open(private.path / "s.lock", "w")
 ring = Keyring(private.keys_folder)
 own = ring.make().public
 ring.allow(AllowedKey("client", own, "x"))
-ring.trust("host", own)
+ring.allow(AllowedKey("server", own, "host"))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

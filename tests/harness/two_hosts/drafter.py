@@ -18,7 +18,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import Settings
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.keys import DRAFTER, AllowedKey, Keyring
+from outrider.protocol.keys import DRAFTER, SERVER, AllowedKey, Keyring
 from tests.harness.two_hosts.hosts import ADDRESS, TwoHosts
 from tests.harness.two_hosts.namespace import Namespace
 
@@ -34,7 +34,7 @@ def remote_cluster(hosts: TwoHosts, options: Sequence[str] = (), **settings: Unp
     endpoint = f"tcp://{_ADDRESS_AND_PORT}"
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
-        Keyring(theirs).trust(_ADDRESS_AND_PORT, Keyring(ours).make().public)
+        Keyring(theirs).allow(AllowedKey(SERVER, Keyring(ours).make().public, _ADDRESS_AND_PORT))
         Keyring(ours).allow(AllowedKey(DRAFTER, Keyring(theirs).make().public, NAME))
         settings |= Settings(draft_backend="ngram", workers_endpoint=endpoint, keys=ours)
         with hosts.here.entered():
