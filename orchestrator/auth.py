@@ -77,8 +77,7 @@ def create_curve_auth(settings: ServeSettings, context: zmq.Context[Any]) -> Cur
     Raises:
         KeyFault: an endpoint requires keys, and the server has none, or the keyring can't be used.
     """
-    endpoints = [endpoint for endpoint in (settings.endpoint, settings.workers_endpoint) if endpoint is not None]
-    keyed = [endpoint for endpoint in endpoints if settings.requires_keys(endpoint)]
+    keyed = list(filter(settings.requires_keys, (settings.endpoint, settings.workers_endpoint)))
     if not keyed:
         return None
     try:

@@ -21,7 +21,7 @@ from typing import Any
 import zmq
 from msgspec import structs
 
-from outrider.orchestrator.auth import CurveAuth, create_curve_auth
+from outrider.orchestrator.auth import create_curve_auth
 from outrider.orchestrator.core.loop import Core
 from outrider.orchestrator.events import (
     Announcement,
@@ -174,8 +174,13 @@ def _run_threads(
         key = auth.own.public if auth is not None else ""
         if auth is not None:
             stack.callback(auth.close)
-        clients = _open_client_socket(context, settings, directory, connections, auth)
+        keyed = settings.endpoint if settings.requires_keys(settings.endpoint) else None
+        private = directory.endpoint("clients")  # this server's own processes have no keys
+        share = connections // 2 if keyed else connections
+        clients = ClientSocket(context, private if keyed else settings.endpoint or private, share, auth)
         stack.callback(clients.close)
+        if keyed is not None and auth is not None:
+            clients.open(keyed, share, auth.keys(CLIENT))
         http = None
         if listener is not None:
             http = listener.serve(
@@ -209,26 +214,6 @@ def _run_threads(
     if not any(thread.is_alive() for thread in threads):
         queues.close()
         context.term()
-
-
-def _open_client_socket(
-    context: zmq.Context[Any],
-    settings: ServeSettings,
-    directory: PrivateDirectory,
-    connections: int,
-    auth: CurveAuth | None,
-) -> ClientSocket:
-    """Returns the clients' socket. If keys are required, the server's own processes get an endpoint without them."""
-    private = directory.endpoint("clients")
-    if auth is None or settings.endpoint is None or not settings.requires_keys(settings.endpoint):
-        return ClientSocket(context, settings.endpoint or private, connections)
-    clients = ClientSocket(context, private, connections // 2, auth)
-    try:
-        clients.open(settings.endpoint, connections // 2, auth.keys(CLIENT))
-    except EndpointError:
-        clients.close()
-        raise
-    return clients
 
 
 def _start_thread(body: Callable[[], None], name: str) -> threading.Thread:

@@ -213,9 +213,9 @@ class ServeSettings:
         """Whether rounds wait until their branches are complete, which makes them reproducible."""
         return self.branch_depth == "full"
 
-    def requires_keys(self, endpoint: str) -> bool:
-        """Whether peers at this endpoint need a key. Raises EndpointError if it is not an endpoint."""
-        return self.keyed or not is_local(parse_endpoint(endpoint))
+    def requires_keys(self, endpoint: str | None) -> bool:
+        """Whether peers at this endpoint, if there is one, need a key. Raises EndpointError if it is malformed."""
+        return endpoint is not None and (self.keyed or not is_local(parse_endpoint(endpoint)))
 
     @property
     def drafts_with_head(self) -> bool:
