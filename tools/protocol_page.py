@@ -107,7 +107,7 @@ order, and the request still ends with the same text as long as some messages ar
 
 ## Endpoints
 
-- `ipc://PATH` connects processes on one machine. PATH is a unix socket of at most 103 bytes on Linux and 99 on macOS.
+- `ipc://PATH` connects processes on one machine. PATH is a unix socket of at most 107 bytes on Linux and 103 on macOS.
   A lock on `PATH.lock` marks the owner, so a second server is refused and a killed one is replaced. A server's own
   workers connect by ipc.
 - `tcp://HOST:PORT` connects clients on other machines, and a second endpoint connects drafters. IPv6 addresses stand in
