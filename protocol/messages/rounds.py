@@ -18,12 +18,8 @@ from outrider.protocol.schema import (
     MAX_ALTERNATIVES,
     MAX_BRANCHES,
     MAX_CHAIN,
-    Breadth,
+    MAX_COMMIT_TOKENS,
     Bytes,
-    Chain,
-    ChainOdds,
-    Committed,
-    CommitTokens,
     Count,
     Depth,
     Halves,
@@ -31,9 +27,6 @@ from outrider.protocol.schema import (
     Message,
     Name,
     Nanoseconds,
-    Node,
-    Parents,
-    Path,
     Real,
     Record,
     RequestId,
@@ -43,6 +36,26 @@ from outrider.protocol.schema import (
 )
 from outrider.protocol.trees import SparseQ
 
+Breadth = Annotated[int, Meta(ge=0, le=MAX_BRANCHES)]
+"""The number of branches."""
+
+Chain = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN)]
+ChainOdds = Annotated[tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...], Meta(max_length=MAX_CHAIN)]
+"""The probability that each token of a chain is accepted if those before it are; (): not known."""
+
+Node = Annotated[int, Meta(ge=-1, le=MAX_CHAIN - 1)]
+"""A token of a tree or a chain by its index; -1: the text before them."""
+
+Parents = Annotated[tuple[Node, ...], Meta(max_length=MAX_CHAIN)]
+"""The parents of a tree (`protocol.trees`): the node that each token follows, or -1; (): the tokens are a chain."""
+
+Path = Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_CHAIN - 1)], ...], Meta(max_length=MAX_CHAIN)]
+"""Nodes of a tree, from the text down."""
+
+CommitTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN + 1)]
+"""A commit: the accepted tokens of a chain, then the bonus token."""
+
+Committed = Annotated[tuple[Token, ...], Meta(max_length=MAX_COMMIT_TOKENS)]
 RowCosts = Annotated[tuple[Real, ...], Meta(max_length=MAX_CHAIN + 1)]
 """What the verify of 0, 1, ... draft tokens costs, in tokens."""
 
