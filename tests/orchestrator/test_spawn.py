@@ -255,17 +255,12 @@ def test_openblas_uses_kernels_that_the_cpu_has(monkeypatch, flags, core):
     assert system.blas_environment({system.OPENBLAS_CORE_VARIABLE: "Zen"}, 1)[system.OPENBLAS_CORE_VARIABLE] == "Zen"
 
 
-def test_openblas_library_can_be_chosen_or_disabled(monkeypatch, tmp_path):
+def test_openblas_that_is_preloaded_already_is_used(monkeypatch):
     monkeypatch.setattr(system, "needs_openblas", lambda: True)
-    library = tmp_path / "libopenblas.so.0"
-    monkeypatch.setenv(system.BLAS_VARIABLE, str(library))
-    with pytest.raises(InvalidRequest, match="which is not a file"):
-        system.find_openblas()
-    library.touch()
-    assert system.find_openblas() == str(library)
-    monkeypatch.setenv(system.BLAS_VARIABLE, "")
-    assert system.find_openblas() is None and system.blas_notes() == ()
-    assert "LD_PRELOAD" not in system.blas_environment({}, 1)
+    monkeypatch.setattr(system, "_find_library", lambda name: None)
+    monkeypatch.setenv("LD_PRELOAD", "/lib/libother.so:/home/me/libopenblas.so.0")
+    assert system.find_openblas() == "/home/me/libopenblas.so.0" and system.blas_notes() == ()
+    assert system.blas_environment(dict(os.environ), 1)["LD_PRELOAD"] == os.environ["LD_PRELOAD"]
 
 
 def test_missing_openblas_is_noted_with_its_cost(monkeypatch):
