@@ -98,7 +98,7 @@ class ActorKeyring(Keyring):
 
     def __init__(self) -> None:
         self._directory = PrivateDirectory()
-        super().__init__(self._directory.keys_folder)
+        super().__init__(self._directory.path / "keys")
         self.key = self.make().public
 
     def allow_key(self, role: str, key: str) -> None:

@@ -89,9 +89,9 @@ def run(
     system.assign_core(0, "orchestrator", pair.settings)
     events: SimpleQueue[Event] = SimpleQueue()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    _report_crashes(events)
     with ExitStack() as stack:
         stack.enter_context(_end_on_signals(events))
-        stack.enter_context(_report_crashes(events))
         listener = stack.enter_context(closing(HttpListener(http))) if http is not None else None
         directory = stack.enter_context(PrivateDirectory())
         server = stack.enter_context(_run_threads(pair, directory, events, files * 3 // 4, listener))
@@ -241,8 +241,7 @@ def _end_on_signals(events: SimpleQueue[Event]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _report_crashes(events: SimpleQueue[Event]) -> Iterator[None]:
+def _report_crashes(events: SimpleQueue[Event]) -> None:
     """Shuts the server down when a thread ends with an exception."""
 
     def notice(crash: threading.ExceptHookArgs) -> None:
@@ -254,8 +253,4 @@ def _report_crashes(events: SimpleQueue[Event]) -> Iterator[None]:
         log.error("the %s thread failed", name, exc_info=error)
         events.put(Failure("OutriderError", f"the {name} thread failed ({error!r}); see the log above"))
 
-    previous, threading.excepthook = threading.excepthook, notice
-    try:
-        yield
-    finally:
-        threading.excepthook = previous
+    threading.excepthook = notice

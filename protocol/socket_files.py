@@ -147,15 +147,8 @@ class PrivateDirectory(AbstractContextManager["PrivateDirectory"]):
                 " set TMPDIR to another folder"
             ) from None
 
-    @property
-    def keys_folder(self) -> Path:
-        """The folder for the keyring of a process that has keys of its own; it need not exist."""
-        return self.path / "keys"
-
     def endpoint(self, name: str) -> str:
-        """Returns an ipc endpoint in the directory. Raises ValueError if the name is too long or not plain."""
-        if not name.isascii() or not name.isidentifier() or len(name) > MAX_NAME_CHARACTERS:
-            raise ValueError(f"{name!r} is not a socket name; expected letters, digits and _")
+        """Returns an ipc endpoint in the directory. `name`: a word of at most `MAX_NAME_CHARACTERS`."""
         return f"ipc://{self.path / name}"
 
     def close(self) -> None:
