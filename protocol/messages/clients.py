@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from msgspec import Meta, field
 
 from outrider.protocol.messages.rounds import RequestMessage, Span
+from outrider.protocol.messages.workers import WorkerInfo
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import (
     MAX_ITEMS,
@@ -20,14 +21,13 @@ from outrider.protocol.schema import (
     Real,
     Record,
     RequestId,
-    Role,
     Serial,
     Text,
     Token,
     Tokens,
     one_of,
 )
-from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, add_counts, add_rows
+from outrider.protocol.stats import CacheUse, Durations, KvUse, add_counts, add_rows
 
 Mode = Annotated[str, one_of("auto", "ar", "sd", "ssd")]
 ClientName = Annotated[str, Meta(max_length=64)]
@@ -243,26 +243,15 @@ class StatsQuery(RequestMessage, frozen=True):
     about: RequestId | None = None
 
 
-class WorkerStats(Record, frozen=True):
+class WorkerStats(WorkerInfo, frozen=True, kw_only=True):
     """One worker as the orchestrator sees it. `state` is starting, ready, refused, frozen, restarting or lost.
 
-    `kv` is the memory cost of a text, `cache` the use of the prompt cache, `restarts` the number of restarts.
-    `invalid_messages` counts invalid messages by kind. `round_trip_ms` is the time from a ping to its answer.
-    `fingerprint` identifies a target's weights and number format.
+    `cache` is the use of the prompt cache, `restarts` the number of restarts. `invalid_messages` counts invalid
+    messages by kind. `round_trip_ms` is the time from a ping to its answer. `fingerprint` identifies a target's weights
+    and number format.
     """
 
-    role: Role
-    name: Name
     state: Name
-    pid: Count
-    backend: Name
-    model: Name
-    vocab_size: Count
-    context_length: Count
-    parameters: Serial
-    weight_bytes: Serial
-    note: Name
-    kv: KvCost = KvCost()
     cache: CacheUse = CacheUse()
     restarts: Count = 0
     invalid_messages: Counts = field(default_factory=dict)

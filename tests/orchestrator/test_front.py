@@ -465,7 +465,7 @@ def test_stats_report_workers_totals_and_dropped_messages(server, codec):
         server.client().generate([99999])
     with RawClient(server.endpoint) as client:
         client.socket.send_multipart([b"rubbish"])
-        client.send(Hello("target", "t", 1, 1, "mlx", "m", 1, 1, 1, 1))
+        client.send(Hello("target", "t", 1, "mlx", "m", 1, 1, 1, 1, incarnation=1))
         client.send(StatsQuery("s"))
         stats = client.receive_until(Stats)[-1]
     assert [worker.name for worker in stats.workers] == ["target-0", "draft-0"]
