@@ -392,7 +392,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
 def run_worker(
     options: argparse.Namespace, load: Callable[[WorkerLink], tuple[messages.Hello, WorkerLoop[Any]]]
 ) -> int:
-    """Loads the worker and serves; errors are reported to the orchestrator. Returns the exit code."""
+    """Loads the worker, and serves one orchestrator after another; errors are reported to it. Returns the exit code."""
     try:
         keys = find_client_keys(options.endpoint, options.server_key, options.keys)
     except KeyFault as fault:
@@ -401,20 +401,13 @@ def run_worker(
     with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation, keys) as link:
         try:
             hello, worker = load(link)
-        except OutriderError as error:
-            return link.failed(error)
-        return _serve(link, hello, worker)
-
-
-def _serve(link: WorkerLink, hello: messages.Hello, worker: WorkerLoop[Any]) -> int:
-    """Joins the cluster and runs until the end, with one orchestrator after another. Returns the exit code."""
-    while True:
-        try:
-            link.enter(hello)
-            worker.run()
-            return 0
-        except OrchestratorGone as gone:
-            log.warning("%s; this %s worker waits for it, or for a new one", gone, hello.role)
-            worker.forget()
+            while True:
+                try:
+                    link.enter(hello)
+                    worker.run()
+                    return 0
+                except OrchestratorGone as gone:
+                    log.warning("%s; this %s worker waits for it, or for a new one", gone, hello.role)
+                    worker.forget()
         except OutriderError as error:
             return link.failed(error)
