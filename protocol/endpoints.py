@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import zmq
 
-from outrider.protocol.errors import EndpointError, KeyFault, OutriderError, ServerBusy
+from outrider.protocol.errors import EndpointError, KeyFault, ServerBusy
 from outrider.protocol.keys import ClientKeys, Keyring, ServerKeys, key_bytes, parse_key
 from outrider.protocol.schema import MAX_FRAME_BYTES
 from outrider.protocol.socket_files import MAX_PATH_BYTES, SocketLock
@@ -378,11 +378,22 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT
             event, _, _ = receive_event(monitor)
             if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 break
-    if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-        known = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        if not known and not _is_greeted(parse_endpoint(endpoint)):
-            raise EndpointError(f"{endpoint} closes connections without an answer; expected a running server there")
-        raise _handshake_error(endpoint, keys, known)
+    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        return
+    is_known = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    if not is_known and not _is_greeted(parse_endpoint(endpoint)):
+        raise EndpointError(f"{endpoint} closes connections without an answer; expected a running server there")
+    if keys is None:
+        raise KeyFault(f"{endpoint} requires keys; expected --server-key with the key that the server prints")
+    if is_known:
+        raise KeyFault(
+            f"{endpoint} refuses this side's key {keys.own.public}; allow it on the server (`outrider keys allow`, with"
+            " --as for a worker)"
+        )
+    raise KeyFault(
+        f"{endpoint} has a server with another key than {keys.server}; expected the key that `outrider serve` prints"
+        " there"
+    )
 
 
 @contextmanager
@@ -413,17 +424,3 @@ def _is_greeted(where: Endpoint) -> bool:
             return bool(connection.recv(1))
     except OSError:
         return False
-
-
-def _handshake_error(endpoint: str, keys: ClientKeys | None, known: bool) -> OutriderError:
-    if keys is None:
-        return KeyFault(f"{endpoint} requires keys; expected --server-key with the key that the server prints")
-    if known:
-        return KeyFault(
-            f"{endpoint} refuses this side's key {keys.own.public}; allow it on the server (`outrider keys allow`, with"
-            " --as for a worker)"
-        )
-    return KeyFault(
-        f"{endpoint} has a server with another key than {keys.server}; expected the key that `outrider"
-        " serve` prints there"
-    )
