@@ -180,7 +180,7 @@ def _run_threads(
         clients = ClientSocket(context, private if keyed else settings.endpoint or private, share, auth)
         stack.callback(clients.close)
         if keyed is not None and auth is not None:
-            clients.open(keyed, share, auth.keys(CLIENT))
+            clients.open(keyed, share, auth.own, CLIENT)
         http = None
         if listener is not None:
             http = listener.serve(

@@ -19,7 +19,7 @@ from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode, read_request_id
 from outrider.protocol.endpoints import BoundSocket, bind, receive_event
 from outrider.protocol.errors import EndpointError, KeyFault, OutriderError, ProtocolError, ServerBusy, error_kind
-from outrider.protocol.keys import CLIENT, ServerKeys, sender_key
+from outrider.protocol.keys import CLIENT, KeyPair, sender_key
 from outrider.protocol.messages import Failed, Message
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class RouterSocket:
             self.close()
             raise
 
-    def open(self, endpoint: str, limit: int, keys: ServerKeys | None = None) -> BoundSocket:
+    def open(self, endpoint: str, limit: int, own: KeyPair | None = None, role: str = "") -> BoundSocket:
         """Serves one more endpoint, with its own limit: a full endpoint doesn't block another.
 
         Endpoints without keys come first; see `bind`.
@@ -122,7 +122,7 @@ class RouterSocket:
         Raises:
             EndpointError: it can't be served.
         """
-        bound = bind(self.socket, endpoint, keys)
+        bound = bind(self.socket, endpoint, own, role)
         self.endpoints.append(LimitedEndpoint(bound, limit))
         return bound
 

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import zmq
 
 from outrider.protocol.errors import EndpointError, KeyFault, ServerBusy
-from outrider.protocol.keys import ClientKeys, Keyring, ServerKeys, key_bytes, parse_key
+from outrider.protocol.keys import ClientKeys, KeyPair, Keyring, key_bytes, parse_key
 from outrider.protocol.schema import MAX_FRAME_BYTES
 from outrider.protocol.socket_files import MAX_PATH_BYTES, SocketLock
 
@@ -244,26 +244,26 @@ def _path_or_port(connection: sockets.socket) -> object:
     return name[1] if isinstance(name, tuple) else name
 
 
-def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> BoundSocket:
+def bind(socket: Socket, endpoint: str, own: KeyPair | None = None, role: str = "") -> BoundSocket:
     """Serves `endpoint` with `socket`; `BoundSocket.endpoint` has the chosen port instead of 0.
 
-    With `keys` the socket admits the keys that its context's authentication allows; without an authentication it admits
-    none. Later endpoints of the same socket are served with keys, too.
+    With its `own` keys the socket admits those that its context's authentication allows for `role`, the ZAP domain;
+    without an authentication it admits none. Later endpoints of the same socket are served with keys, too.
 
     Raises:
         EndpointError: already served, port in use, no permission, no such directory or address, or other machines
-            could reach it and there are no `keys`. The socket stays open and unbound, and a process that serves the
+            could reach it and there are no keys. The socket stays open and unbound, and a process that serves the
             endpoint is not disturbed.
     """
     where = parse_endpoint(endpoint)
-    if keys is None and not is_local(where):
+    if own is None and not is_local(where):
         raise EndpointError(
             f"{endpoint} is reachable from other machines and would accept connections without a key; expected keys"
             " (`outrider keys make`), or an endpoint of this machine such as tcp://127.0.0.1:0"
         )
-    if keys is not None:
-        socket.curve_server, socket.curve_secretkey = True, key_bytes(keys.own.secret)
-        socket.zap_domain = keys.domain.encode()
+    if own is not None:
+        socket.curve_server, socket.curve_secretkey = True, key_bytes(own.secret)
+        socket.zap_domain = role.encode()
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a context without an authentication admits every key
     with ExitStack() as cleanup:
         lock = SocketLock(where.path) if isinstance(where, Ipc) else None

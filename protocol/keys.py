@@ -38,14 +38,6 @@ class KeyPair:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerKeys:
-    """The key pair of the server of an endpoint, and the ZAP `domain` whose keys it admits."""
-
-    own: KeyPair
-    domain: str
-
-
-@dataclass(frozen=True, slots=True)
 class ClientKeys:
     """The key pair of a connecting process, and the public key that the `server` must have."""
 

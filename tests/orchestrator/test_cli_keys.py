@@ -132,7 +132,7 @@ class KeyedEndpoint:
         self.ring.make()
         self.context: zmq.Context[Any] = zmq.Context()
         self.auth = CurveAuth(self.context, self.ring)
-        self.bound: BoundSocket = bind(self.context.socket(zmq.ROUTER), endpoint, self.auth.keys(DRAFTER))
+        self.bound: BoundSocket = bind(self.context.socket(zmq.ROUTER), endpoint, self.auth.own, DRAFTER)
 
     def close(self) -> None:
         self.bound.close()

@@ -311,7 +311,7 @@ def test_client_key_is_attached_to_each_message(tmp_path, short):
     auth = CurveAuth(context, ring)
     clients = ClientSocket(context, f"ipc://{short}/clients")
     try:
-        clients.open("tcp://127.0.0.1:0", 8, auth.keys(CLIENT))
+        clients.open("tcp://127.0.0.1:0", 8, auth.own, CLIENT)
         for endpoint, keys in ((clients.own_endpoint, None), (clients.endpoint, ClientKeys(friend, auth.own.public))):
             with zmq.Context.instance().socket(zmq.DEALER) as socket:
                 connect(socket, endpoint, keys)

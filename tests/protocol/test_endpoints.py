@@ -13,7 +13,7 @@ import zmq
 from outrider.protocol import endpoints, socket_files
 from outrider.protocol.endpoints import Ipc, Tcp, bind, connect, parse_endpoint
 from outrider.protocol.errors import EndpointError
-from outrider.protocol.keys import ClientKeys, ServerKeys, make_pair
+from outrider.protocol.keys import ClientKeys, make_pair
 from outrider.protocol.socket_files import MAX_PATH_BYTES
 
 
@@ -112,7 +112,7 @@ def test_port_in_use_is_refused(sockets):
 def test_an_address_of_another_machine_is_refused(sockets):
     for host in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(EndpointError, match="can't be used"):
-            bind(sockets(), f"tcp://{host}:0", ServerKeys(make_pair(), "client"))
+            bind(sockets(), f"tcp://{host}:0", make_pair(), "client")
 
 
 def test_second_server_on_a_path_is_refused_and_the_first_continues(sockets, ipc):
