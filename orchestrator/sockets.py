@@ -17,7 +17,7 @@ from outrider.orchestrator.auth import CurveAuth, client_id_of
 from outrider.protocol import clock
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode, read_request_id
-from outrider.protocol.endpoints import BoundSocket, bind, receive_event
+from outrider.protocol.endpoints import BoundSocket, receive_event
 from outrider.protocol.errors import EndpointError, KeyFault, OutriderError, ProtocolError, ServerBusy, error_kind
 from outrider.protocol.keys import CLIENT, KeyPair, sender_key
 from outrider.protocol.messages import Failed, Message
@@ -117,12 +117,12 @@ class RouterSocket:
     def open(self, endpoint: str, limit: int, own: KeyPair | None = None, role: str = "") -> BoundSocket:
         """Serves one more endpoint, with its own limit: a full endpoint doesn't block another.
 
-        Endpoints without keys come first; see `bind`.
+        Endpoints without keys come first; see `BoundSocket`.
 
         Raises:
             EndpointError: it can't be served.
         """
-        bound = bind(self.socket, endpoint, own, role)
+        bound = BoundSocket(self.socket, endpoint, own, role)
         self.endpoints.append(LimitedEndpoint(bound, limit))
         return bound
 

@@ -2,7 +2,7 @@
 
 Owns the syntax of an endpoint, the right to serve it, and the rule that connections to other machines need keys. ZeroMQ
 would truncate a port to 16 bits, take an ipc path from a live server, replace any file there, and connect unencrypted;
-`bind` and `connect` refuse with an error of one sentence.
+`BoundSocket` and `connect` refuse with an error of one sentence.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Ipc:
 
 @dataclass(frozen=True, slots=True)
 class Tcp:
-    """A host name or address, and a port. For `bind` only: host `*` is every interface, port 0 any free port."""
+    """A host name or address, and a port. Only to serve: host `*` is every interface, port 0 any free port."""
 
     host: str
     port: int
@@ -203,19 +203,56 @@ def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> No
 
 
 class BoundSocket:
-    """A socket that serves an endpoint; `close` closes it and leaves no file.
+    """Serves `endpoint` with `socket`, from creation to `close`, which closes the socket and leaves no file. The
+    attribute `endpoint` has the chosen port instead of 0.
+
+    With its `own` keys the socket admits those that its context's authentication allows for `role`, the ZAP domain;
+    without an authentication it admits none. Later endpoints of the same socket are served with keys, too.
 
     ZeroMQ gets a copy of our listening socket. A socket of its own would remove any file at the path when it closes.
+
+    Raises:
+        EndpointError: already served, port in use, no permission, no such directory or address, or other machines
+            could reach it and there are no keys. The socket stays open and unbound, and a process that serves the
+            endpoint is not disturbed.
     """
 
-    def __init__(self, socket: Socket, where: Endpoint, listener: sockets.socket, lock: SocketLock | None) -> None:
-        self.endpoint = str(where)
-        self._lock = lock
+    def __init__(self, socket: Socket, endpoint: str, own: KeyPair | None = None, role: str = "") -> None:
+        where = parse_endpoint(endpoint)
+        if own is None and not is_local(where):
+            raise EndpointError(
+                f"{endpoint} is reachable from other machines and would accept connections without a key; expected keys"
+                " (`outrider keys make`), or an endpoint of this machine such as tcp://127.0.0.1:0"
+            )
+        if own is not None:
+            socket.curve_server, socket.curve_secretkey = True, key_bytes(own.secret)
+            socket.zap_domain = role.encode()
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # or a context without an authentication admits every key
         self._socket = socket
-        self._listener = listener
-        socket.use_fd = os.dup(listener.fileno())
-        socket.bind(self.endpoint)
-        socket.use_fd = -1
+        self._lock = SocketLock(where.path) if isinstance(where, Ipc) else None
+        with ExitStack() as cleanup:
+            if self._lock is not None:
+                cleanup.callback(self._lock.release)
+            _set_common_options(socket, where)
+            try:
+                if isinstance(where, Tcp):
+                    address = "" if where.host == "*" else where.host, where.port
+                    listener = sockets.create_server(address, family=_address_family(where), backlog=BACKLOG)
+                    where = Tcp(where.host, listener.getsockname()[1])
+                else:
+                    listener = sockets.socket(sockets.AF_UNIX)
+                self._listener = cleanup.enter_context(listener)
+                listener.setblocking(False)
+                if self._lock is not None:
+                    self._lock.bind(listener)
+                    listener.listen(BACKLOG)
+                self.endpoint = str(where)
+                socket.use_fd = os.dup(listener.fileno())
+                socket.bind(self.endpoint)
+                socket.use_fd = -1
+            except (OSError, zmq.ZMQError) as error:
+                raise listen_error(where, error) from None
+            cleanup.pop_all()
 
     def close_connection(self, descriptor: int) -> None:
         """Closes a connection to this endpoint, unless its descriptor now belongs to another file."""
@@ -244,52 +281,6 @@ def _path_or_port(connection: sockets.socket) -> object:
     return name[1] if isinstance(name, tuple) else name
 
 
-def bind(socket: Socket, endpoint: str, own: KeyPair | None = None, role: str = "") -> BoundSocket:
-    """Serves `endpoint` with `socket`; `BoundSocket.endpoint` has the chosen port instead of 0.
-
-    With its `own` keys the socket admits those that its context's authentication allows for `role`, the ZAP domain;
-    without an authentication it admits none. Later endpoints of the same socket are served with keys, too.
-
-    Raises:
-        EndpointError: already served, port in use, no permission, no such directory or address, or other machines
-            could reach it and there are no keys. The socket stays open and unbound, and a process that serves the
-            endpoint is not disturbed.
-    """
-    where = parse_endpoint(endpoint)
-    if own is None and not is_local(where):
-        raise EndpointError(
-            f"{endpoint} is reachable from other machines and would accept connections without a key; expected keys"
-            " (`outrider keys make`), or an endpoint of this machine such as tcp://127.0.0.1:0"
-        )
-    if own is not None:
-        socket.curve_server, socket.curve_secretkey = True, key_bytes(own.secret)
-        socket.zap_domain = role.encode()
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a context without an authentication admits every key
-    with ExitStack() as cleanup:
-        lock = SocketLock(where.path) if isinstance(where, Ipc) else None
-        if lock is not None:
-            cleanup.callback(lock.release)
-        _set_common_options(socket, where)
-        try:
-            if isinstance(where, Tcp):
-                address = "" if where.host == "*" else where.host, where.port
-                listener = cleanup.enter_context(
-                    sockets.create_server(address, family=_address_family(where), backlog=BACKLOG)
-                )
-                where = Tcp(where.host, listener.getsockname()[1])
-            else:
-                listener = cleanup.enter_context(sockets.socket(sockets.AF_UNIX))
-            listener.setblocking(False)
-            if lock is not None:
-                lock.bind(listener)
-                listener.listen(BACKLOG)
-            bound = BoundSocket(socket, where, listener, lock)
-        except (OSError, zmq.ZMQError) as error:
-            raise listen_error(where, error) from None
-        cleanup.pop_all()
-    return bound
-
-
 def _set_common_options(socket: Socket, where: Endpoint) -> None:
     socket.maxmsgsize = MAX_FRAME_BYTES
     socket.handshake_ivl = min(socket.handshake_ivl, HANDSHAKE_TIMEOUT_MS)  # that of `set_remote_options` is shorter
@@ -312,7 +303,7 @@ def listen_error(where: Endpoint | str, error: OSError | UnicodeError | zmq.ZMQE
 
 def set_remote_options(socket: zmq.Socket[Any]) -> None:
     """Sets the options of a socket whose peer is on another machine, since that link can break silently; call it before
-    `bind` or `connect`.
+    `BoundSocket` or `connect`.
 
     Both ends send ZeroMQ heartbeats and close a connection that does not answer them. The connecting end then
     reconnects, a few times a second, so a healed link works again at once. TCP alone would need as long again as the

@@ -114,9 +114,9 @@ order, and the request still ends with the same text as long as some messages ar
   brackets.
 
 Beyond this machine, and where it is requested, ZeroMQ's CURVE encrypts the connection and admits peers by key. The ZAP
-domains are `client` and `drafter`, one for each endpoint. `connect` and `bind` refuse another machine's address without
-keys (docs/security.md). A drafter on another machine sends `Hello` like any other; its `vocabulary` must equal the
-cluster's. A peer with another protocol version gets one answer, in the server's version: a `Shutdown` whose reason
+domains are `client` and `drafter`, one for each endpoint. `connect` and `BoundSocket` refuse another machine's address
+without keys (docs/security.md). A drafter on another machine sends `Hello` like any other; its `vocabulary` must equal
+the cluster's. A peer with another protocol version gets one answer, in the server's version: a `Shutdown` whose reason
 names both versions. Only its header is read.
 """
 

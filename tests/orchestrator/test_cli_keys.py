@@ -14,7 +14,7 @@ import zmq
 
 from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.cli import main
-from outrider.protocol.endpoints import BoundSocket, bind
+from outrider.protocol.endpoints import BoundSocket
 from outrider.protocol.errors import KeyFault
 from outrider.protocol.keys import DRAFTER, AllowedKey, Keyring, make_pair
 
@@ -132,7 +132,7 @@ class KeyedEndpoint:
         self.ring.make()
         self.context: zmq.Context[Any] = zmq.Context()
         self.auth = CurveAuth(self.context, self.ring)
-        self.bound: BoundSocket = bind(self.context.socket(zmq.ROUTER), endpoint, self.auth.own, DRAFTER)
+        self.bound = BoundSocket(self.context.socket(zmq.ROUTER), endpoint, self.auth.own, DRAFTER)
 
     def close(self) -> None:
         self.bound.close()
