@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import astuple
 
 T = TypeVar("T")
 MAX_FRAME_BYTES = 2**26
@@ -111,22 +112,27 @@ else:
     Probabilities = _array_type(Array("float32", 2, low=0))
 
 
-class Logprobs(Record, frozen=True, eq=False):
+class TokenRows(Record, frozen=True, eq=False):
+    """Arrays with one row per token."""
+
+    ids: Ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def part(self, start: int, end: int) -> Self:
+        """Returns the rows [start, end)."""
+        return type(self)(*(rows[start:end] for rows in astuple(self)))
+
+
+class Logprobs(TokenRows, frozen=True, eq=False):
     """One row per token, [N, 1 + n]: the token itself, then the n likeliest at its position, the likeliest first.
 
     `values` are natural logarithms of the target's own probabilities after penalties, bias and grammar, before
     temperature and filters; -3.4e38 marks an impossible token.
     """
 
-    ids: Ids
     values: Floats
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def part(self, start: int, end: int) -> Logprobs:
-        """Returns the rows [start, end)."""
-        return Logprobs(self.ids[start:end], self.values[start:end])
 
 
 def concat_logprobs(parts: Sequence[Logprobs]) -> Logprobs:

@@ -14,7 +14,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from outrider.protocol.schema import MAX_CHAIN, Ids, Probabilities, Record, Token
+from outrider.protocol.schema import MAX_CHAIN, Probabilities, Record, Token, TokenRows
 
 ROOT = -1
 """The parent of nodes that follow the text itself."""
@@ -130,7 +130,7 @@ def tree_fault(tokens: Sequence[int], parents: Sequence[int]) -> str:
     return ""
 
 
-class SparseQ(Record, frozen=True, eq=False):
+class SparseQ(TokenRows, frozen=True, eq=False):
     """A drafter's distributions, one per token, as sparse as when it drew from them (residual sampling): token i was
     drawn from `ids[i]`, [N, m], with the probabilities `probs[i]`, [N, m]; all other tokens have 0. They are sent with
     the chain, because it must be verified with exactly the q it was drawn from.
@@ -138,19 +138,11 @@ class SparseQ(Record, frozen=True, eq=False):
     In `Branches` the rows of all entries follow one another.
     """
 
-    ids: Ids
     probs: Probabilities
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
     @property
     def nbytes(self) -> int:
         return self.ids.nbytes + self.probs.nbytes
-
-    def part(self, start: int, end: int) -> SparseQ:
-        """Returns the rows [start, end)."""
-        return SparseQ(self.ids[start:end], self.probs[start:end])
 
     def of(self, tokens: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         """Returns q of one token per row, float32 [N]."""
