@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import socket
 import time
 from dataclasses import replace
@@ -34,7 +35,6 @@ SERVER_MALLOC_ENV = {**MALLOC_ENV, "MALLOC_ARENA_MAX": "2"}
 # Pages of 2 MiB: a process that wakes for each chunk finds the CPU's caches full of a model's weights, and pays for
 # every page that it touches. Only glibc's allocator, from 2.35 on, can use them; without them, it is the slower one.
 LARGE_PAGES_ENV = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-GLIBC_CONFSTR = "CS_GNU_LIBC_VERSION"
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +133,5 @@ class HttpProcess:
 
 def large_pages_env() -> dict[str, str]:
     """Returns the environment variables for large pages; none if the C library can't use them."""
-    library = os.confstr(GLIBC_CONFSTR) if GLIBC_CONFSTR in os.confstr_names else None
-    name, _, version = (library or "").partition(" ")
+    name, version = platform.libc_ver()
     return LARGE_PAGES_ENV if name == "glibc" and [int(part) for part in version.split(".")] >= [2, 35] else {}
