@@ -140,7 +140,9 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
         polls, max_polls = 0, MAX_REJOIN_POLLS if self._has_joined else MAX_WELCOME_POLLS
         while not (self._by_hand and polls >= max_polls):
             if polls == 0 or (self._by_hand and polls % POLLS_PER_HELLO == 0):
-                self._probe()
+                if self._keys is not None and self._has_joined:
+                    with suppress(EndpointError):  # a server may still start; the key may be no longer admitted
+                        probe(self._endpoint, self._keys)
                 self.send(hello)
             polls += 1
             if not self._arrived:
@@ -159,12 +161,6 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
                 case messages.Shutdown(reason=reason):
                     raise WorkerError(f"the cluster rejected this worker: {reason}")
         raise EndpointError(f"no answer from {self._endpoint}; expected the workers' endpoint of a running cluster")
-
-    def _probe(self) -> None:
-        """Checks that this worker's key, if it needs one, is still admitted. Raises KeyFault if it is not."""
-        if self._keys is not None and self._has_joined:
-            with suppress(EndpointError):  # a server may still start
-                probe(self._endpoint, self._keys)
 
     def failed(self, error: OutriderError) -> int:
         """Reports to the orchestrator and the log why this worker ends; returns the exit code."""
