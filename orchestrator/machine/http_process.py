@@ -57,36 +57,31 @@ class HttpListener:
             raise EndpointError(f"{listen_error(f'{host}:{port}', error)} (--host, --port; or --no-http)") from None
         host, port = self.socket.getsockname()[:2]
         self.url = f"{settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        self._settings = settings
-
-    def serve(
-        self, endpoint: str, model: ModelFiles, run_dir: Path, log_level: str, log_format: str = "text"
-    ) -> HttpProcess:
-        """Starts the process that serves this socket as a client of the orchestrator at `endpoint`."""
-        order = HttpOrder(
-            settings=self._settings,
-            endpoint=endpoint,
-            model=model.name,
-            folder=str(model.folder),
-            listener=self.socket.fileno(),
-            log_level=log_level,
-            log_format=log_format,
-        )
-        return HttpProcess(order, run_dir)
+        self.settings = settings
 
     def close(self) -> None:
         self.socket.close()
 
 
 class HttpProcess:
-    """The process, from creation to `close`; `check` restarts it if it has ended.
+    """The process that serves a listener's socket as a client of the orchestrator at `endpoint`, from creation to
+    `close`; `check` restarts it if it has ended.
 
     Raises:
         WorkerError: it can't be started.
     """
 
-    def __init__(self, order: HttpOrder, run_dir: Path) -> None:
-        self._order = order
+    def __init__(
+        self,
+        listener: HttpListener,
+        endpoint: str,
+        model: ModelFiles,
+        run_dir: Path,
+        log_level: str,
+        log_format: str = "text",
+    ) -> None:
+        descriptor, folder = listener.socket.fileno(), str(model.folder)
+        self._order = HttpOrder(listener.settings, endpoint, model.name, folder, descriptor, log_level, log_format)
         self._log = run_dir / "http.log"
         self._start()
 

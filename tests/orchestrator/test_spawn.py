@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,9 @@ import pytest
 from outrider.orchestrator import serve
 from outrider.orchestrator.core import supervisor
 from outrider.orchestrator.core.worker_registry import Worker, WorkerRegistry
-from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
+from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import spawn, system
-from outrider.orchestrator.machine.http_process import HttpProcess
+from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, WorkerError
@@ -197,11 +198,12 @@ def test_failed_process_start_raises_worker_error(monkeypatch, tmp_path):
 
 def test_http_process_that_cannot_be_started_raises_worker_error(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/no/python")
-    before = len(os.listdir("/dev/fd"))
-    order = HttpOrder(HttpSettings(), "ipc:///e", "m", "/m", 0)
-    with pytest.raises(WorkerError, match=r"the HTTP server can't be started .* expected /no/python to run"):
-        HttpProcess(order, tmp_path)
-    assert len(os.listdir("/dev/fd")) == before, "a pipe or the shared log was left open"
+    with closing(HttpListener(HttpSettings(port=0))) as listener:
+        before = len(os.listdir("/dev/fd"))
+        model = SimpleNamespace(name="m", folder="/m")
+        with pytest.raises(WorkerError, match=r"the HTTP server can't be started .* expected /no/python to run"):
+            HttpProcess(listener, "ipc:///e", model, tmp_path, "warning")
+        assert len(os.listdir("/dev/fd")) == before, "a pipe or the shared log was left open"
 
 
 def test_workers_import_our_packages_from_any_folder(tmp_path):
