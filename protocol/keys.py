@@ -144,9 +144,10 @@ class Keyring:
     def make(self, overwrite: bool = False) -> KeyPair:
         """Creates and saves the user's key pair. `overwrite`: replace an existing one."""
         pair = make_pair()
-        if self.has_own and not overwrite:
-            raise KeyFault(f"{self._secret} already has a key; --force replaces it")
-        self._write(self._secret, [pair.secret])
+        with self._locked():
+            if self.has_own and not overwrite:
+                raise KeyFault(f"{self._secret} already has a key; --force replaces it")
+            self._write(self._secret, [pair.secret])
         return pair
 
     @property
@@ -209,13 +210,14 @@ class Keyring:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                check_private(self.folder, "700")
+                yield
+            finally:
+                os.close(folder)
         except OSError as error:
             raise KeyFault(f"{self.folder} can't be used ({error.strerror}); expected a folder of your own") from None
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(folder)
 
     def _lines(self, path: Path) -> Iterator[str]:
         """Yields the lines of a file; none if there is no file."""
@@ -230,9 +232,4 @@ class Keyring:
         yield from filter(None, map(str.strip, lines))
 
     def _write(self, path: Path, lines: Sequence[str]) -> None:
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_private(self.folder, "700")
-            replace_file(path, "".join(f"{line}\n" for line in lines), 0o600)
-        except OSError as error:
-            raise KeyFault(f"{path} can't be written ({error.strerror}); expected a folder of your own") from None
+        replace_file(path, "".join(f"{line}\n" for line in lines), 0o600)

@@ -229,5 +229,5 @@ def test_user_without_a_home_folder_has_no_keys(monkeypatch: pytest.MonkeyPatch)
 
 def test_unwritable_key_folder_is_a_key_fault(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(KeyFault, match="can't be written"):
+    with pytest.raises(KeyFault, match="can't be used"):
         Keyring(tmp_path / "file" / "keys").make()
