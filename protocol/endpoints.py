@@ -353,7 +353,7 @@ def _resolve_host(host: str) -> set[int]:
         raise EndpointError(f"the host {host} can't be found ({error}); check the name, or use its address") from None
 
 
-def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT_SECONDS) -> None:
+def probe(endpoint: str, keys: ClientKeys | None) -> None:
     """Connects once, and returns when a server at `endpoint` has admitted `keys`, so that a peer that finds no server,
     or is refused, gets an error instead of waiting.
 
@@ -364,8 +364,10 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT
     with monitored_socket(_HANDSHAKE_EVENTS) as (socket, monitor):
         connect(socket, endpoint, keys)
         for _ in range(2):  # one handshake may have been cut
-            if not monitor.poll(int(1000 * seconds)):
-                raise EndpointError(f"no answer from {endpoint} within {seconds:g} s; expected a running server there")
+            if not monitor.poll(int(1000 * PROBE_TIMEOUT_SECONDS)):
+                raise EndpointError(
+                    f"no answer from {endpoint} within {PROBE_TIMEOUT_SECONDS:g} s; expected a running server there"
+                )
             event, _, _ = receive_event(monitor)
             if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 break
