@@ -10,17 +10,17 @@ import zmq
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import KeyFault
-from outrider.protocol.keys import CLIENT, DRAFTER, PREFILL, Keyring, ServerKeys, from_zmq
+from outrider.protocol.keys import CLIENT, DRAFTER, PREFILL, Keyring, from_zmq
 
 log = logging.getLogger(__name__)
 
-# The roles that an endpoint admits: all workers of other machines share one endpoint.
+# The roles that an endpoint admits, by the role it is bound with: all workers of other machines share one endpoint.
 _ADMITTED_ROLES = {CLIENT: (CLIENT,), DRAFTER: (DRAFTER, PREFILL)}
 CLIENT_ID_BYTES = 9
 
 
 class CurveAuth:
-    """Authenticates peers of all sockets of `context` that are bound with `keys`, from creation to `close`.
+    """Authenticates peers of all sockets of `context` that are bound with `own` keys, from creation to `close`.
 
     Admits the keys on the allow-list of the server's keyring, which is read each time, except for keys that were
     refused since. ZeroMQ calls it at each handshake, on its own thread.
@@ -40,10 +40,6 @@ class CurveAuth:
         self._authenticator.start()
         for role in _ADMITTED_ROLES:
             self._authenticator.configure_curve_callback(role, self)
-
-    def keys(self, role: str) -> ServerKeys:
-        """Returns the keys to bind a socket with, so that it admits keys of this role; workers connect as drafters."""
-        return ServerKeys(self.own, role)
 
     def refuse(self, key: str, why: str) -> None:
         """Refuses a key until this server ends; open connections stay open. May be called on any thread."""
@@ -77,8 +73,7 @@ def create_curve_auth(settings: ServeSettings, context: zmq.Context[Any]) -> Cur
     Raises:
         KeyFault: an endpoint requires keys, and the server has none, or the keyring can't be used.
     """
-    endpoints = [endpoint for endpoint in (settings.endpoint, settings.workers_endpoint) if endpoint is not None]
-    keyed = [endpoint for endpoint in endpoints if settings.requires_keys(endpoint)]
+    keyed = list(filter(settings.requires_keys, (settings.endpoint, settings.workers_endpoint)))
     if not keyed:
         return None
     try:

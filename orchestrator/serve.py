@@ -21,7 +21,7 @@ from typing import Any
 import zmq
 from msgspec import structs
 
-from outrider.orchestrator.auth import CurveAuth, create_curve_auth
+from outrider.orchestrator.auth import create_curve_auth
 from outrider.orchestrator.core.loop import Core
 from outrider.orchestrator.events import (
     Announcement,
@@ -89,9 +89,9 @@ def run(
     system.assign_core(0, "orchestrator", pair.settings)
     events: SimpleQueue[Event] = SimpleQueue()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    _report_crashes(events)
     with ExitStack() as stack:
         stack.enter_context(_end_on_signals(events))
-        stack.enter_context(_report_crashes(events))
         listener = stack.enter_context(closing(HttpListener(http))) if http is not None else None
         directory = stack.enter_context(PrivateDirectory())
         server = stack.enter_context(_run_threads(pair, directory, events, files * 3 // 4, listener))
@@ -174,13 +174,17 @@ def _run_threads(
         key = auth.own.public if auth is not None else ""
         if auth is not None:
             stack.callback(auth.close)
-        clients = _open_client_socket(context, settings, directory, connections, auth)
+        keyed = settings.endpoint if settings.requires_keys(settings.endpoint) else None
+        private = directory.endpoint("clients")  # this server's own processes have no keys
+        share = connections // 2 if keyed else connections
+        clients = ClientSocket(context, private if keyed else settings.endpoint or private, share, auth)
         stack.callback(clients.close)
+        if keyed is not None and auth is not None:
+            clients.open(keyed, share, auth.own, CLIENT)
         http = None
         if listener is not None:
-            http = listener.serve(
-                clients.own_endpoint, pair.target, directory.path, settings.log_level, settings.log_format
-            )
+            level, form = settings.log_level, settings.log_format
+            http = HttpProcess(listener, clients.own_endpoint, pair.target, directory.path, level, form)
             stack.callback(http.close)
         queues = ThreadQueues()
         core = Core(settings, context, queues.core, queues.events, directory.path, auth)
@@ -211,26 +215,6 @@ def _run_threads(
         context.term()
 
 
-def _open_client_socket(
-    context: zmq.Context[Any],
-    settings: ServeSettings,
-    directory: PrivateDirectory,
-    connections: int,
-    auth: CurveAuth | None,
-) -> ClientSocket:
-    """Returns the clients' socket. If keys are required, the server's own processes get an endpoint without them."""
-    private = directory.endpoint("clients")
-    if auth is None or settings.endpoint is None or not settings.requires_keys(settings.endpoint):
-        return ClientSocket(context, settings.endpoint or private, connections)
-    clients = ClientSocket(context, private, connections // 2, auth)
-    try:
-        clients.open(settings.endpoint, connections // 2, auth.keys(CLIENT))
-    except EndpointError:
-        clients.close()
-        raise
-    return clients
-
-
 def _start_thread(body: Callable[[], None], name: str) -> threading.Thread:
     thread = threading.Thread(target=body, name=name, daemon=True)
     try:
@@ -256,8 +240,7 @@ def _end_on_signals(events: SimpleQueue[Event]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _report_crashes(events: SimpleQueue[Event]) -> Iterator[None]:
+def _report_crashes(events: SimpleQueue[Event]) -> None:
     """Shuts the server down when a thread ends with an exception."""
 
     def notice(crash: threading.ExceptHookArgs) -> None:
@@ -269,8 +252,4 @@ def _report_crashes(events: SimpleQueue[Event]) -> Iterator[None]:
         log.error("the %s thread failed", name, exc_info=error)
         events.put(Failure("OutriderError", f"the {name} thread failed ({error!r}); see the log above"))
 
-    previous, threading.excepthook = threading.excepthook, notice
-    try:
-        yield
-    finally:
-        threading.excepthook = previous
+    threading.excepthook = notice

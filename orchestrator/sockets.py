@@ -17,9 +17,9 @@ from outrider.orchestrator.auth import CurveAuth, client_id_of
 from outrider.protocol import clock
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode, read_request_id
-from outrider.protocol.endpoints import BoundSocket, bind, receive_event
+from outrider.protocol.endpoints import BoundSocket, receive_event
 from outrider.protocol.errors import EndpointError, KeyFault, OutriderError, ProtocolError, ServerBusy, error_kind
-from outrider.protocol.keys import CLIENT, ServerKeys, sender_key
+from outrider.protocol.keys import CLIENT, KeyPair, sender_key
 from outrider.protocol.messages import Failed, Message
 
 log = logging.getLogger(__name__)
@@ -88,9 +88,8 @@ class LimitedEndpoint:
 class RouterSocket:
     """A ROUTER whose endpoints limit their connections; poll its `socket` and `monitor`. Used by one thread.
 
-    ZeroMQ would accept connections until no file descriptor is left, and then end the process. A full unix socket stops
-    listening, and new connections wait in the system's queue. A port can't stop listening, so excess connections to it
-    are closed, and the clients may try again.
+    ZeroMQ would accept connections until no file descriptor is left, and then end the process. Therefore excess
+    connections are closed; their clients connect again, several times a second.
 
     Call `update_connections` whenever `monitor` is readable. `limit`: connections. `send_hwm`, `recv_hwm`: messages
     that may be queued for a peer, and for this process.
@@ -115,15 +114,15 @@ class RouterSocket:
             self.close()
             raise
 
-    def open(self, endpoint: str, limit: int, keys: ServerKeys | None = None) -> BoundSocket:
+    def open(self, endpoint: str, limit: int, own: KeyPair | None = None, role: str = "") -> BoundSocket:
         """Serves one more endpoint, with its own limit: a full endpoint doesn't block another.
 
-        Endpoints without keys come first; see `bind`.
+        Endpoints without keys come first; see `BoundSocket`.
 
         Raises:
             EndpointError: it can't be served.
         """
-        bound = bind(self.socket, endpoint, keys)
+        bound = BoundSocket(self.socket, endpoint, own, role)
         self.endpoints.append(LimitedEndpoint(bound, limit))
         return bound
 
@@ -147,7 +146,7 @@ class RouterSocket:
         return len(endpoint.open_fds) >= CROWDED_RATIO * endpoint.max_connections
 
     def update_connections(self) -> None:
-        """Handles events of connections that were opened or closed; stops or resumes listening."""
+        """Handles events of connections that were opened or closed; closes those beyond the limit."""
         while self.monitor.poll(0):
             event, fd, address = receive_event(self.monitor)
             if event == zmq.EVENT_ACCEPTED:
@@ -155,15 +154,10 @@ class RouterSocket:
                 endpoint = next(named, self.endpoints[-1])  # ZeroMQ may spell the last one's address differently
                 endpoint.open_fds.add(fd)
                 if len(endpoint.open_fds) > endpoint.max_connections:
-                    endpoint.bound.close_connection(fd)  # of a port, which can't stop listening
+                    endpoint.bound.close_connection(fd)
             else:
                 for endpoint in self.endpoints:
                     endpoint.open_fds.discard(fd)
-        for endpoint in self.endpoints:
-            if len(endpoint.open_fds) >= endpoint.max_connections:
-                endpoint.bound.stop_listening()
-            else:
-                endpoint.bound.listen()
 
     def close(self) -> None:
         """Closes the socket and frees the endpoints; pending messages have `linger_ms` milliseconds to leave."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgpack
@@ -26,7 +26,6 @@ from outrider.protocol.schema import MAX_AXIS_LENGTH, MAX_FRAME_BYTES, Array, Re
 from outrider.protocol.version import PROTOCOL_VERSION
 
 Buffer: TypeAlias = bytes | memoryview
-SMALL_ARRAY_ITEMS = 64
 MAX_REASON_CHARACTERS = 200
 
 MESSAGES: dict[str, type[Message]] = {
@@ -58,7 +57,7 @@ def _read_array(unread: Iterator[Buffer], kind: Any, entry: Any) -> np.ndarray[A
         case [array.dtype, [*size]] if len(size) == array.axes and all(
             type(n) is int and 0 <= n <= MAX_AXIS_LENGTH for n in size
         ):
-            raw, wire = next(unread, None), _wire_dtype(array.dtype)
+            raw, wire = next(unread, None), np.dtype(array.dtype).newbyteorder("<")
         case _:
             raise ValueError(f"Expected an array of {array.dtype}, {array.axes} axes of at most {MAX_AXIS_LENGTH:,}")
     if raw is None:
@@ -66,21 +65,11 @@ def _read_array(unread: Iterator[Buffer], kind: Any, entry: Any) -> np.ndarray[A
     if len(raw) != math.prod(size) * wire.itemsize:
         raise ValueError(f"Expected {math.prod(size) * wire.itemsize} bytes for the size {size}, got {len(raw)}")
     items: np.ndarray[Any, Any] = np.ndarray(size, wire, raw)
-    if array.low is not None and items.size and _min_item(items) < array.low:
+    if array.low is not None and items.size and items.min() < array.low:
         raise ValueError(f"Expected no number under {array.low}, got {items.min()}")
     if items.dtype.kind == "f" and not np.isfinite(items).all():
         raise ValueError("Expected finite numbers")
     return items
-
-
-@cache
-def _wire_dtype(dtype: str) -> np.dtype[Any]:
-    return np.dtype(dtype).newbyteorder("<")
-
-
-def _min_item(items: np.ndarray[Any, Any]) -> Any:
-    """Returns the least item; for a few tokens numpy's `min` would cost more than all other checks together."""
-    return min(items.tolist()) if items.ndim == 1 and items.size <= SMALL_ARRAY_ITEMS else items.min()
 
 
 def encode(message: Message) -> list[Buffer]:

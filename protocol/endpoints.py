@@ -2,7 +2,7 @@
 
 Owns the syntax of an endpoint, the right to serve it, and the rule that connections to other machines need keys. ZeroMQ
 would truncate a port to 16 bits, take an ipc path from a live server, replace any file there, and connect unencrypted;
-`bind` and `connect` refuse with an error of one sentence.
+`BoundSocket` and `connect` refuse with an error of one sentence.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 
 import zmq
 
-from outrider.protocol.errors import EndpointError, KeyFault, OutriderError, ServerBusy
-from outrider.protocol.keys import ClientKeys, Keyring, ServerKeys, key_bytes, parse_key
+from outrider.protocol.errors import EndpointError, KeyFault, ServerBusy
+from outrider.protocol.keys import ClientKeys, KeyPair, Keyring, key_bytes, parse_key
 from outrider.protocol.schema import MAX_FRAME_BYTES
 from outrider.protocol.socket_files import MAX_PATH_BYTES, SocketLock
 
@@ -62,7 +62,7 @@ class Ipc:
 
 @dataclass(frozen=True, slots=True)
 class Tcp:
-    """A host name or address, and a port. For `bind` only: host `*` is every interface, port 0 any free port."""
+    """A host name or address, and a port. Only to serve: host `*` is every interface, port 0 any free port."""
 
     host: str
     port: int
@@ -203,32 +203,59 @@ def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> No
 
 
 class BoundSocket:
-    """A socket that serves an endpoint; `close` closes it and leaves no file.
+    """Serves `endpoint` with `socket`, from creation to `close`, which closes the socket and leaves no file. The
+    attribute `endpoint` has the chosen port instead of 0.
+
+    With its `own` keys the socket admits those that its context's authentication allows for `role`, the ZAP domain;
+    without an authentication it admits none. Later endpoints of the same socket are served with keys, too.
 
     ZeroMQ gets a copy of our listening socket. A socket of its own would remove any file at the path when it closes.
+
+    Raises:
+        EndpointError: already served, port in use, no permission, no such directory or address, or other machines
+            could reach it and there are no keys. The socket stays open and unbound, and a process that serves the
+            endpoint is not disturbed.
     """
 
-    def __init__(self, socket: Socket, where: Endpoint, listener: sockets.socket, lock: SocketLock | None) -> None:
-        self.endpoint = str(where)
-        self.lock = lock
+    def __init__(self, socket: Socket, endpoint: str, own: KeyPair | None = None, role: str = "") -> None:
+        where = parse_endpoint(endpoint)
+        if own is None and not is_local(where):
+            raise EndpointError(
+                f"{endpoint} is reachable from other machines and would accept connections without a key; expected keys"
+                " (`outrider keys make`), or an endpoint of this machine such as tcp://127.0.0.1:0"
+            )
+        if own is not None:
+            socket.curve_server, socket.curve_secretkey = True, key_bytes(own.secret)
+            socket.zap_domain = role.encode()
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # or a context without an authentication admits every key
         self._socket = socket
-        self._listener = listener
-        socket.use_fd = os.dup(listener.fileno())
-        socket.bind(self.endpoint)
-        socket.use_fd = -1
-
-    def listen(self) -> None:
-        """Accepts connections, as after creation. A second call does nothing."""
-        if self.lock is not None:
-            self.lock.open()
-
-    def stop_listening(self) -> None:
-        """Makes new connections wait until `listen`. For paths only: on a port ZeroMQ would drop all connections."""
-        if self.lock is not None:
-            self.lock.shut()
+        self._lock = SocketLock(where.path) if isinstance(where, Ipc) else None
+        with ExitStack() as cleanup:
+            if self._lock is not None:
+                cleanup.callback(self._lock.release)
+            _set_common_options(socket, where)
+            try:
+                if isinstance(where, Tcp):
+                    address = "" if where.host == "*" else where.host, where.port
+                    listener = sockets.create_server(address, family=_address_family(where), backlog=BACKLOG)
+                    where = Tcp(where.host, listener.getsockname()[1])
+                else:
+                    listener = sockets.socket(sockets.AF_UNIX)
+                self._listener = cleanup.enter_context(listener)
+                listener.setblocking(False)
+                if self._lock is not None:
+                    self._lock.bind(listener)
+                    listener.listen(BACKLOG)
+                self.endpoint = str(where)
+                socket.use_fd = os.dup(listener.fileno())
+                socket.bind(self.endpoint)
+                socket.use_fd = -1
+            except (OSError, zmq.ZMQError) as error:
+                raise listen_error(where, error) from None
+            cleanup.pop_all()
 
     def close_connection(self, descriptor: int) -> None:
-        """Closes a connection to this port, unless its descriptor now belongs to another file."""
+        """Closes a connection to this endpoint, unless its descriptor now belongs to another file."""
         with suppress(OSError):
             duplicate = os.dup(descriptor)
             try:
@@ -237,61 +264,21 @@ class BoundSocket:
                 os.close(duplicate)
                 return
             with connection:
-                if self.lock is None and connection.getsockname()[1:2] == self._listener.getsockname()[1:2]:
+                if _path_or_port(connection) == _path_or_port(self._listener):
                     connection.shutdown(sockets.SHUT_RDWR)
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket and frees the endpoint; unsent messages have `linger_ms`. A second call does nothing."""
         self._socket.close(linger=linger_ms)
         self._listener.close()
-        if self.lock is not None:
-            self.lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
 
-def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> BoundSocket:
-    """Serves `endpoint` with `socket`; `BoundSocket.endpoint` has the chosen port instead of 0.
-
-    With `keys` the socket admits the keys that its context's authentication allows; without an authentication it admits
-    none. Later endpoints of the same socket are served with keys, too.
-
-    Raises:
-        EndpointError: already served, port in use, no permission, no such directory or address, or other machines
-            could reach it and there are no `keys`. The socket stays open and unbound, and a process that serves the
-            endpoint is not disturbed.
-    """
-    where = parse_endpoint(endpoint)
-    if keys is None and not is_local(where):
-        raise EndpointError(
-            f"{endpoint} is reachable from other machines and would accept connections without a key; expected keys"
-            " (`outrider keys make`), or an endpoint of this machine such as tcp://127.0.0.1:0"
-        )
-    if keys is not None:
-        socket.curve_server, socket.curve_secretkey = True, key_bytes(keys.own.secret)
-        socket.zap_domain = keys.domain.encode()
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a context without an authentication admits every key
-    with ExitStack() as cleanup:
-        lock = SocketLock(where.path) if isinstance(where, Ipc) else None
-        if lock is not None:
-            cleanup.callback(lock.release)
-        _set_common_options(socket, where)
-        try:
-            if isinstance(where, Tcp):
-                address = "" if where.host == "*" else where.host, where.port
-                listener = cleanup.enter_context(
-                    sockets.create_server(address, family=_address_family(where), backlog=BACKLOG)
-                )
-                where = Tcp(where.host, listener.getsockname()[1])
-            else:
-                listener = cleanup.enter_context(sockets.socket(sockets.AF_UNIX))
-            listener.setblocking(False)
-            if lock is not None:
-                lock.bind(listener)
-                listener.listen(BACKLOG)
-            bound = BoundSocket(socket, where, listener, lock)
-        except (OSError, zmq.ZMQError) as error:
-            raise listen_error(where, error) from None
-        cleanup.pop_all()
-    return bound
+def _path_or_port(connection: sockets.socket) -> object:
+    """Returns this side's path or port; the host of a listener may stand for all interfaces."""
+    name = connection.getsockname()
+    return name[1] if isinstance(name, tuple) else name
 
 
 def _set_common_options(socket: Socket, where: Endpoint) -> None:
@@ -301,22 +288,22 @@ def _set_common_options(socket: Socket, where: Endpoint) -> None:
         socket.ipv6 = True
 
 
-def listen_error(where: Endpoint, error: OSError | zmq.ZMQError) -> EndpointError:
+def listen_error(where: Endpoint | str, error: OSError | UnicodeError | zmq.ZMQError) -> EndpointError:
     """Returns the error that says why nothing can listen there, and what to do."""
+    if isinstance(error, sockets.gaierror | UnicodeError):
+        return EndpointError(f"{where} can't be used: the host can't be found; check its name")
     reasons = {
         errno.EADDRINUSE: "the port is in use; stop the program that uses it, or choose another port",
         errno.EACCES: "no permission; choose a port from 1024 up, or a directory you may write to",
         errno.EADDRNOTAVAIL: "this machine has no such address; choose one of its addresses, or * for all",
         errno.ENODEV: "this machine has no such address; choose one of its addresses, or * for all",
-        errno.EINVAL: "the host can't be found; check its name",
     }
-    reason = reasons[errno.EINVAL] if isinstance(error, sockets.gaierror) else reasons.get(error.errno or 0)
-    return EndpointError(f"{where} can't be used: {reason or error.strerror}")
+    return EndpointError(f"{where} can't be used: {reasons.get(error.errno or 0, error.strerror)}")
 
 
 def set_remote_options(socket: zmq.Socket[Any]) -> None:
     """Sets the options of a socket whose peer is on another machine, since that link can break silently; call it before
-    `bind` or `connect`.
+    `BoundSocket` or `connect`.
 
     Both ends send ZeroMQ heartbeats and close a connection that does not answer them. The connecting end then
     reconnects, a few times a second, so a healed link works again at once. TCP alone would need as long again as the
@@ -366,7 +353,7 @@ def _resolve_host(host: str) -> set[int]:
         raise EndpointError(f"the host {host} can't be found ({error}); check the name, or use its address") from None
 
 
-def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT_SECONDS) -> None:
+def probe(endpoint: str, keys: ClientKeys | None) -> None:
     """Connects once, and returns when a server at `endpoint` has admitted `keys`, so that a peer that finds no server,
     or is refused, gets an error instead of waiting.
 
@@ -377,16 +364,29 @@ def probe(endpoint: str, keys: ClientKeys | None, seconds: float = PROBE_TIMEOUT
     with monitored_socket(_HANDSHAKE_EVENTS) as (socket, monitor):
         connect(socket, endpoint, keys)
         for _ in range(2):  # one handshake may have been cut
-            if not monitor.poll(int(1000 * seconds)):
-                raise EndpointError(f"no answer from {endpoint} within {seconds:g} s; expected a running server there")
+            if not monitor.poll(int(1000 * PROBE_TIMEOUT_SECONDS)):
+                raise EndpointError(
+                    f"no answer from {endpoint} within {PROBE_TIMEOUT_SECONDS:g} s; expected a running server there"
+                )
             event, _, _ = receive_event(monitor)
             if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 break
-    if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-        known = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        if not known and not _is_greeted(parse_endpoint(endpoint)):
-            raise EndpointError(f"{endpoint} closes connections without an answer; expected a running server there")
-        raise _handshake_error(endpoint, keys, known)
+    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        return
+    is_known = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    if not is_known and not _is_greeted(parse_endpoint(endpoint)):
+        raise EndpointError(f"{endpoint} closes connections without an answer; expected a running server there")
+    if keys is None:
+        raise KeyFault(f"{endpoint} requires keys; expected --server-key with the key that the server prints")
+    if is_known:
+        raise KeyFault(
+            f"{endpoint} refuses this side's key {keys.own.public}; allow it on the server (`outrider keys allow`, with"
+            " --as for a worker)"
+        )
+    raise KeyFault(
+        f"{endpoint} has a server with another key than {keys.server}; expected the key that `outrider serve` prints"
+        " there"
+    )
 
 
 @contextmanager
@@ -417,17 +417,3 @@ def _is_greeted(where: Endpoint) -> bool:
             return bool(connection.recv(1))
     except OSError:
         return False
-
-
-def _handshake_error(endpoint: str, keys: ClientKeys | None, known: bool) -> OutriderError:
-    if keys is None:
-        return KeyFault(f"{endpoint} requires keys; expected --server-key with the key that the server prints")
-    if known:
-        return KeyFault(
-            f"{endpoint} refuses this side's key {keys.own.public}; allow it on the server (`outrider keys allow`, with"
-            " --as for a worker)"
-        )
-    return KeyFault(
-        f"{endpoint} has a server with another key than {keys.server}; expected the key that `outrider"
-        " serve` prints there"
-    )

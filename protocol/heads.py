@@ -60,11 +60,6 @@ def head_tensor_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
     return ("mtp.", "model.mtp_layers.", *([f"model.layers.{count}."] if count else []))
 
 
-def is_joint(drafter: str) -> bool:
-    """Returns whether this names two drafters of one tree."""
-    return JOINT_SEPARATOR in drafter
-
-
 def unique_names(kinds: Iterable[str]) -> tuple[str, ...]:
     """Returns the names of drafters of these kinds, in this order; the second of a kind gets "-2", and so on."""
     seen: Counter[str] = Counter()

@@ -12,7 +12,7 @@ import fcntl
 import os
 import shlex
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from outrider.protocol.errors import KeyFault
 
 KEY_BYTES = 32
 CLIENT, DRAFTER, PREFILL = ROLES = ("client", "drafter", "prefill")
+SERVER = "server"
 _OTHER_USERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -34,14 +35,6 @@ class KeyPair:
 
     public: str
     secret: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerKeys:
-    """The key pair of the server of an endpoint, and the ZAP `domain` whose keys it admits."""
-
-    own: KeyPair
-    domain: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +88,17 @@ def sender_key(frame: zmq.Frame) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AllowedKey:
-    """A key and its `role`: client (sends requests), drafter, or prefill (reads prompts for the target)."""
+    """A key and its `role`: client (sends requests), drafter, or prefill (reads prompts for the target); or server, to
+    which this side connects, and whose `name` is HOST or HOST:PORT."""
 
     role: str
     key: str
     name: str
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What no two entries share: a key in its role, or the name of a server."""
+        return self.role, self.name if self.role == SERVER else self.key
 
     def __str__(self) -> str:
         return f"{self.role} {self.key} {self.name}"
@@ -126,9 +125,8 @@ def check_private(path: Path, mode: str, what: str = "key", flag: str = "--keys"
 
 
 class Keyring:
-    """The keys in `folder`, which only its owner may enter, in three files of one entry per line: `secret` has the
-    user's secret key, `allowed` a role, a key and a name, `servers` a place and a key. Files are read when they are
-    needed.
+    """The keys in `folder`, which only its owner may enter, in two files: `secret` has the user's secret
+    key, `allowed` a line for each `AllowedKey`: role, key and name. Files are read when they are needed.
 
     Raises:
         KeyFault: raised by every method: a file is missing, unreadable or readable by other users.
@@ -137,7 +135,6 @@ class Keyring:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or default_folder()
         self._secret, self.allowed_file = self.folder / "secret", self.folder / "allowed"
-        self._servers = self.folder / "servers"
 
     def command(self, words: str) -> str:
         """Returns a command line of `outrider keys` for this folder, which messages recommend."""
@@ -147,9 +144,10 @@ class Keyring:
     def make(self, overwrite: bool = False) -> KeyPair:
         """Creates and saves the user's key pair. `overwrite`: replace an existing one."""
         pair = make_pair()
-        if self.has_own and not overwrite:
-            raise KeyFault(f"{self._secret} already has a key; --force replaces it")
-        self._write(self._secret, [pair.secret])
+        with self._locked():
+            if self.has_own and not overwrite:
+                raise KeyFault(f"{self._secret} already has a key; --force replaces it")
+            self._write(self._secret, [pair.secret])
         return pair
 
     @property
@@ -169,63 +167,42 @@ class Keyring:
             raise KeyFault(f"{self._secret} holds no key; expected a file of {self.command('make')}") from None
 
     def allowed(self) -> tuple[AllowedKey, ...]:
-        """Returns the allowed keys, in the order in which they were allowed."""
+        """Returns all entries, in the order in which they were made."""
         keys = []
         for line in self._lines(self.allowed_file):
             role, key, name = (*line.split(None, 2), "", "")[:3]
-            if role not in ROLES or not key:
+            if role not in (*ROLES, SERVER) or not key:
                 raise KeyFault(f"{self.allowed_file} has the line {line[:60]!r}; expected ROLE KEY NAME")
             keys.append(AllowedKey(role, parse_key(key), name))
         return tuple(keys)
 
+    def servers(self) -> dict[str, str]:
+        """Returns the keys of the trusted servers, by HOST or HOST:PORT."""
+        return {entry.name: entry.key for entry in self.allowed() if entry.role == SERVER}
+
     def allow(self, new: AllowedKey) -> None:
-        """Allows a key, under its name; replaces the entry of the same key and role."""
+        """Allows a key under its name, or trusts a server; replaces an earlier entry for it."""
+        if not new.name.isprintable() or new.name.split() != [new.name]:
+            raise KeyFault(f"{new.name!r} is not a valid name; expected one word of printable characters")
         with self._locked():
-            others = [other for other in self.allowed() if (other.role, other.key) != (new.role, new.key)]
-            taken = next((other for other in others if other.name == new.name and other.key != new.key), None)
-            if taken is not None:
-                raise KeyFault(
-                    f"the key {taken.key} ({taken.role}) has the name {new.name}; choose another name, or revoke it"
-                )
+            others = [other for other in self.allowed() if other.identity != new.identity]
+            for other in others:
+                if other.name == new.name and other.key != new.key and SERVER not in (other.role, new.role):
+                    raise KeyFault(
+                        f"the key {other.key} ({other.role}) has the name {new.name}; choose another name, or revoke it"
+                    )
             self._write(self.allowed_file, [*map(str, others), str(new)])
 
-    def revoke(self, key_or_name: str) -> list[AllowedKey]:
-        """Removes a key, or all keys of a name, from the allowed ones; returns what was removed."""
+    def revoke(self, key_or_name: str, roles: Collection[str] = ROLES) -> list[AllowedKey]:
+        """Removes the entries of a key or a name in these roles, and returns them."""
         with self._locked():
             allowed = self.allowed()
-            revoked = [entry for entry in allowed if key_or_name in (entry.key, entry.name)]
+            revoked = [entry for entry in allowed if key_or_name in (entry.key, entry.name) and entry.role in roles]
             if not revoked:
-                raise KeyFault(f"no allowed key is called {key_or_name!r}; {self.command('list')} lists them all")
+                where = f"{key_or_name!r} in the role {' or '.join(roles)}"
+                raise KeyFault(f"no key is called {where}; {self.command('list')} lists them all")
             self._write(self.allowed_file, [str(entry) for entry in allowed if entry not in revoked])
             return revoked
-
-    def servers(self) -> dict[str, str]:
-        """Returns the keys of the trusted servers, by place: HOST, HOST:PORT, or a name."""
-        servers = {}
-        for line in self._lines(self._servers):
-            place, _, key = line.partition(" ")
-            try:
-                servers[place] = parse_key(key)
-            except KeyFault:
-                raise KeyFault(f"{self._servers} has the line {line[:60]!r}; expected PLACE KEY") from None
-        return servers
-
-    def trust(self, place: str, key: str) -> None:
-        """Saves the key of a server; replaces an earlier key for the same place."""
-        if not place.isprintable() or place.split() != [place]:
-            raise KeyFault(f"{place!r} is not a place; expected HOST or HOST:PORT, without spaces")
-        with self._locked():
-            self._write_servers({**self.servers(), place: key})
-
-    def forget(self, place: str) -> None:
-        """Removes the key of the server at that place."""
-        with self._locked():
-            servers = self.servers()
-            if servers.pop(place, None) is None:
-                raise KeyFault(
-                    f"there is no trusted key for a server at {place!r}; {self.command('list')} lists them all"
-                )
-            self._write_servers(servers)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -233,13 +210,14 @@ class Keyring:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                check_private(self.folder, "700")
+                yield
+            finally:
+                os.close(folder)
         except OSError as error:
             raise KeyFault(f"{self.folder} can't be used ({error.strerror}); expected a folder of your own") from None
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(folder)
 
     def _lines(self, path: Path) -> Iterator[str]:
         """Yields the lines of a file; none if there is no file."""
@@ -253,13 +231,5 @@ class Keyring:
             raise KeyFault(f"{path} can't be read ({error}); expected a file of `outrider keys`") from None
         yield from filter(None, map(str.strip, lines))
 
-    def _write_servers(self, servers: Mapping[str, str]) -> None:
-        self._write(self._servers, [f"{place} {key}" for place, key in servers.items()])
-
     def _write(self, path: Path, lines: Sequence[str]) -> None:
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_private(self.folder, "700")
-            replace_file(path, "".join(f"{line}\n" for line in lines), 0o600)
-        except OSError as error:
-            raise KeyFault(f"{path} can't be written ({error.strerror}); expected a folder of your own") from None
+        replace_file(path, "".join(f"{line}\n" for line in lines), 0o600)

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import astuple
 
 T = TypeVar("T")
 MAX_FRAME_BYTES = 2**26
@@ -40,37 +41,10 @@ Nanoseconds = Annotated[int, Meta(ge=0, le=MAX_SERIAL)]
 Depth = Annotated[int, Meta(ge=0, le=MAX_CHAIN)]
 """The number of tokens of a chain, bounded to bound a worker's work."""
 
-Breadth = Annotated[int, Meta(ge=0, le=MAX_BRANCHES)]
-"""The number of branches."""
-
 RequestId = Annotated[str, Meta(max_length=64)]
 MAX_NAME_CHARACTERS = 4096
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
-ClientName = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=MAX_CHARACTERS)]
-Chain = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN)]
-ChainOdds = Annotated[tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...], Meta(max_length=MAX_CHAIN)]
-"""The probability that each token of a chain is accepted if those before it are; (): not known."""
-
-Node = Annotated[int, Meta(ge=-1, le=MAX_CHAIN - 1)]
-"""A token of a tree or a chain by its index; -1: the text before them."""
-
-Parents = Annotated[tuple[Node, ...], Meta(max_length=MAX_CHAIN)]
-"""The parents of a tree (`protocol.trees`): the node that each token follows, or -1; (): the tokens are a chain."""
-
-Path = Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_CHAIN - 1)], ...], Meta(max_length=MAX_CHAIN)]
-"""Nodes of a tree, from the text down."""
-
-CommitTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN + 1)]
-"""A commit: the accepted tokens of a chain, then the bonus token."""
-
-Committed = Annotated[tuple[Token, ...], Meta(max_length=MAX_COMMIT_TOKENS)]
-Counts = Annotated[dict[Name, Serial], Meta(max_length=MAX_ITEMS)]
-"""How often each of these was seen, by name."""
-
-ChunkTokens = Many[Token]
-"""The tokens of a chunk, in the header: a client that just woke up needs as long for an array as for all the rest."""
-
 IMPOSSIBLE_LOGPROB = float(np.finfo(np.float32).min)
 """The log-probability of an impossible token."""
 
@@ -120,9 +94,6 @@ def one_of(*words: str) -> Meta:
     return Meta(pattern=rf"^({'|'.join(words)})\Z")
 
 
-Origins = Many[Annotated[int, Meta(ge=int(min(Origin)), le=int(max(Origin)))]]
-"""The `Origin` of each token."""
-Mode = Annotated[str, one_of("auto", "ar", "sd", "ssd")]
 Role = Annotated[str, one_of("target", "draft", "prefill")]
 
 if TYPE_CHECKING:
@@ -141,22 +112,27 @@ else:
     Probabilities = _array_type(Array("float32", 2, low=0))
 
 
-class Logprobs(Record, frozen=True, eq=False):
+class TokenRows(Record, frozen=True, eq=False):
+    """Arrays with one row per token."""
+
+    ids: Ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def part(self, start: int, end: int) -> Self:
+        """Returns the rows [start, end)."""
+        return type(self)(*(rows[start:end] for rows in astuple(self)))
+
+
+class Logprobs(TokenRows, frozen=True, eq=False):
     """One row per token, [N, 1 + n]: the token itself, then the n likeliest at its position, the likeliest first.
 
     `values` are natural logarithms of the target's own probabilities after penalties, bias and grammar, before
     temperature and filters; -3.4e38 marks an impossible token.
     """
 
-    ids: Ids
     values: Floats
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def part(self, start: int, end: int) -> Logprobs:
-        """Returns the rows [start, end)."""
-        return Logprobs(self.ids[start:end], self.values[start:end])
 
 
 def concat_logprobs(parts: Sequence[Logprobs]) -> Logprobs:

@@ -15,9 +15,8 @@ import zmq
 
 from outrider.protocol.errors import EndpointError
 
-_NEW_SUFFIX = ".new"
-MAX_PATH_BYTES = (zmq.IPC_PATH_MAX_LEN or 103) - len(_NEW_SUFFIX)
-"""The maximum length of an endpoint's path: 103 bytes on Linux, 99 on macOS. The path in `shut` is longer."""
+MAX_PATH_BYTES = zmq.IPC_PATH_MAX_LEN or 103
+"""The maximum length of an endpoint's path: 107 bytes on Linux, 103 on macOS."""
 
 MAX_NAME_CHARACTERS = 28
 """The maximum length of a socket's name in the directory."""
@@ -39,8 +38,6 @@ class SocketLock:
         self.path = path
         self._lock = f"{path}.lock"
         self._inode: int | None = None  # of the socket
-        self._moved_path = f"{path}.inside"
-        self._placeholder: socket.socket | None = None
         self._descriptor: int | None = self._acquire()
         if problem := _path_problem(path):
             self._unlock()
@@ -52,34 +49,8 @@ class SocketLock:
         listener.bind(self.path)
         self._inode = _inode(self.path)
 
-    def shut(self) -> None:
-        """Replaces the socket by one that accepts no connections; existing ones stay. A second call does nothing.
-
-        The path always has a socket: a client that found none would conclude that no server runs.
-        """
-        if self._placeholder is None and self._inode is not None:
-            new = self.path + _NEW_SUFFIX
-            for left in (new, self._moved_path):  # may be left by a killed server
-                _remove(left)
-            self._placeholder = socket.socket(socket.AF_UNIX)
-            self._placeholder.bind(new)
-            self._placeholder.listen()
-            try:
-                os.link(self.path, self._moved_path)
-            except OSError:  # a file system without links
-                os.rename(self.path, self._moved_path)
-            os.rename(new, self.path)
-
-    def open(self) -> None:
-        """Restores the socket of `bind`; waiting connections are closed, and ZeroMQ connects again."""
-        if self._placeholder is not None:
-            os.rename(self._moved_path, self.path)
-            self._placeholder.close()
-            self._placeholder = None
-
     def release(self) -> None:
         """Releases the path. A second call does nothing."""
-        self.open()
         if self._descriptor is not None:
             if self._inode is not None and _inode(self.path) == self._inode:
                 _remove(self.path)
@@ -176,15 +147,8 @@ class PrivateDirectory(AbstractContextManager["PrivateDirectory"]):
                 " set TMPDIR to another folder"
             ) from None
 
-    @property
-    def keys_folder(self) -> Path:
-        """The folder for the keyring of a process that has keys of its own; it need not exist."""
-        return self.path / "keys"
-
     def endpoint(self, name: str) -> str:
-        """Returns an ipc endpoint in the directory. Raises ValueError if the name is too long or not plain."""
-        if not name.isascii() or not name.isidentifier() or len(name) > MAX_NAME_CHARACTERS:
-            raise ValueError(f"{name!r} is not a socket name; expected letters, digits and _")
+        """Returns an ipc endpoint in the directory. `name`: a word of at most `MAX_NAME_CHARACTERS`."""
         return f"ipc://{self.path / name}"
 
     def close(self) -> None:

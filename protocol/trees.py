@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
-from outrider.protocol.schema import Ids, Probabilities, Record
+from outrider.protocol.schema import MAX_CHAIN, Probabilities, Record, Token, TokenRows
 
 ROOT = -1
 """The parent of nodes that follow the text itself."""
@@ -21,15 +23,22 @@ ROOT = -1
 SUM_TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class DraftTree:
-    """A proposal as a tree.
+Chain = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN)]
+Node = Annotated[int, Meta(ge=-1, le=MAX_CHAIN - 1)]
+"""A token of a tree or a chain by its index; -1: the text before them."""
+
+Parents = Annotated[tuple[Node, ...], Meta(max_length=MAX_CHAIN)]
+"""The parents of a tree: the node that each token follows, or -1; (): the tokens are a chain."""
+
+
+class DraftTree(Record, frozen=True):
+    """Draft tokens: a chain, or a tree if they have `parents`.
 
     The nodes of the likeliest branch should come first: accepted nodes then rarely have to be moved.
     """
 
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
+    chain: Chain = ()
+    parents: Parents = ()
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
@@ -91,10 +100,10 @@ class TreeUnion:
 
 def merge_trees(first: DraftTree, other: DraftTree, most: int) -> TreeUnion:
     """Returns all nodes of the first tree, then the other's new ones, up to `most` in all. Either may be a chain."""
-    tokens, parents = list(first.tokens), list(first.parents or chain_parents(len(first.tokens)))
+    tokens, parents = list(first.chain), list(first.parents or chain_parents(len(first.chain)))
     known = {(parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
     places: list[int | None] = []
-    for token, above in zip(other.tokens, other.parents or chain_parents(len(other.tokens)), strict=True):
+    for token, above in zip(other.chain, other.parents or chain_parents(len(other.chain)), strict=True):
         parent = ROOT if above == ROOT else places[above]
         node = known.get((parent, token)) if parent is not None else None
         if node is None and parent is not None and len(tokens) < most:
@@ -121,7 +130,7 @@ def tree_fault(tokens: Sequence[int], parents: Sequence[int]) -> str:
     return ""
 
 
-class SparseQ(Record, frozen=True, eq=False):
+class SparseQ(TokenRows, frozen=True, eq=False):
     """A drafter's distributions, one per token, as sparse as when it drew from them (residual sampling): token i was
     drawn from `ids[i]`, [N, m], with the probabilities `probs[i]`, [N, m]; all other tokens have 0. They are sent with
     the chain, because it must be verified with exactly the q it was drawn from.
@@ -129,19 +138,11 @@ class SparseQ(Record, frozen=True, eq=False):
     In `Branches` the rows of all entries follow one another.
     """
 
-    ids: Ids
     probs: Probabilities
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
     @property
     def nbytes(self) -> int:
         return self.ids.nbytes + self.probs.nbytes
-
-    def part(self, start: int, end: int) -> SparseQ:
-        """Returns the rows [start, end)."""
-        return SparseQ(self.ids[start:end], self.probs[start:end])
 
     def of(self, tokens: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         """Returns q of one token per row, float32 [N]."""

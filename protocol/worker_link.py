@@ -140,7 +140,9 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
         polls, max_polls = 0, MAX_REJOIN_POLLS if self._has_joined else MAX_WELCOME_POLLS
         while not (self._by_hand and polls >= max_polls):
             if polls == 0 or (self._by_hand and polls % POLLS_PER_HELLO == 0):
-                self._probe()
+                if self._keys is not None and self._has_joined:
+                    with suppress(EndpointError):  # a server may still start; the key may be no longer admitted
+                        probe(self._endpoint, self._keys)
                 self.send(hello)
             polls += 1
             if not self._arrived:
@@ -159,12 +161,6 @@ class WorkerLink(AbstractContextManager["WorkerLink"]):
                 case messages.Shutdown(reason=reason):
                     raise WorkerError(f"the cluster rejected this worker: {reason}")
         raise EndpointError(f"no answer from {self._endpoint}; expected the workers' endpoint of a running cluster")
-
-    def _probe(self) -> None:
-        """Checks that this worker's key, if it needs one, is still admitted. Raises KeyFault if it is not."""
-        if self._keys is not None and self._has_joined:
-            with suppress(EndpointError):  # a server may still start
-                probe(self._endpoint, self._keys)
 
     def failed(self, error: OutriderError) -> int:
         """Reports to the orchestrator and the log why this worker ends; returns the exit code."""
@@ -392,7 +388,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
 def run_worker(
     options: argparse.Namespace, load: Callable[[WorkerLink], tuple[messages.Hello, WorkerLoop[Any]]]
 ) -> int:
-    """Loads the worker and serves; errors are reported to the orchestrator. Returns the exit code."""
+    """Loads the worker, and serves one orchestrator after another; errors are reported to it. Returns the exit code."""
     try:
         keys = find_client_keys(options.endpoint, options.server_key, options.keys)
     except KeyFault as fault:
@@ -401,20 +397,13 @@ def run_worker(
     with WorkerLink(options.endpoint, options.name, options.parent_fd, options.incarnation, keys) as link:
         try:
             hello, worker = load(link)
-        except OutriderError as error:
-            return link.failed(error)
-        return _serve(link, hello, worker)
-
-
-def _serve(link: WorkerLink, hello: messages.Hello, worker: WorkerLoop[Any]) -> int:
-    """Joins the cluster and runs until the end, with one orchestrator after another. Returns the exit code."""
-    while True:
-        try:
-            link.enter(hello)
-            worker.run()
-            return 0
-        except OrchestratorGone as gone:
-            log.warning("%s; this %s worker waits for it, or for a new one", gone, hello.role)
-            worker.forget()
+            while True:
+                try:
+                    link.enter(hello)
+                    worker.run()
+                    return 0
+                except OrchestratorGone as gone:
+                    log.warning("%s; this %s worker waits for it, or for a new one", gone, hello.role)
+                    worker.forget()
         except OutriderError as error:
             return link.failed(error)

@@ -197,9 +197,7 @@ class TargetRequest:
             proposed, _ = self._proposed
             if not own.chain or not self.takes_trees:
                 return VerifyInput(self.slot, proposed.chain, proposed.q, proposed.parents)
-            both = merge_trees(
-                DraftTree(proposed.chain, proposed.parents), DraftTree(own.chain, own.parents), MAX_CHAIN
-            )
+            both = merge_trees(DraftTree(proposed.chain, proposed.parents), own, MAX_CHAIN)
             own = DraftTokens(both.tokens, both.parents)
         return VerifyInput(self.slot, own.chain, own.q, own.parents)
 
@@ -229,7 +227,7 @@ class TargetRequest:
         proposed = None
         if self._proposed is not None:
             draft, span = self._proposed
-            proposed = InProcessDraft(draft.chain, span, draft.parents)
+            proposed = InProcessDraft(draft.chain, draft.parents, span=span)
         self._proposed = None
         if not self.answers:  # includes the prompt's reading
             work = Span(self.opened_ns, work.ended_ns)

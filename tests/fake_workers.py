@@ -10,7 +10,7 @@ class FakeWorkers:
 
     def hello(self, name: str) -> Hello:
         """Returns a description: all drafters run the same model, and none needs the target's hidden states."""
-        return Hello("draft", name, 0, 0, "", "", 1 << 20, 0, 0, 0)
+        return Hello("draft", name, 0, "", "", 1 << 20, 0, 0, 0, incarnation=0)
 
     def prefill_workers(self) -> set[str]:
         """Returns no prefill workers."""

@@ -107,16 +107,16 @@ order, and the request still ends with the same text as long as some messages ar
 
 ## Endpoints
 
-- `ipc://PATH` connects processes on one machine. PATH is a unix socket of at most 103 bytes on Linux and 99 on macOS.
+- `ipc://PATH` connects processes on one machine. PATH is a unix socket of at most 107 bytes on Linux and 103 on macOS.
   A lock on `PATH.lock` marks the owner, so a second server is refused and a killed one is replaced. A server's own
   workers connect by ipc.
 - `tcp://HOST:PORT` connects clients on other machines, and a second endpoint connects drafters. IPv6 addresses stand in
   brackets.
 
 Beyond this machine, and where it is requested, ZeroMQ's CURVE encrypts the connection and admits peers by key. The ZAP
-domains are `client` and `drafter`, one for each endpoint. `connect` and `bind` refuse another machine's address without
-keys (docs/security.md). A drafter on another machine sends `Hello` like any other; its `vocabulary` must equal the
-cluster's. A peer with another protocol version gets one answer, in the server's version: a `Shutdown` whose reason
+domains are `client` and `drafter`, one for each endpoint. `connect` and `BoundSocket` refuse another machine's address
+without keys (docs/security.md). A drafter on another machine sends `Hello` like any other; its `vocabulary` must equal
+the cluster's. A peer with another protocol version gets one answer, in the server's version: a `Shutdown` whose reason
 names both versions. Only its header is read.
 """
 

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from outrider.orchestrator.cli import flags, format_commands
 from outrider.orchestrator.cli.terminal import say
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.keys import CLIENT, ROLES, AllowedKey, Keyring, parse_key
-
-MAX_NAME_LENGTH = 64
+from outrider.protocol.keys import CLIENT, ROLES, SERVER, AllowedKey, Keyring, parse_key
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +37,6 @@ def _make(ring: Keyring, options: argparse.Namespace) -> None:
 
 def _allow(ring: Keyring, options: argparse.Namespace) -> None:
     key, name = options.what
-    if not name.isprintable() or name.split() != [name] or len(name) > MAX_NAME_LENGTH:
-        raise InvalidRequest(
-            f"{name!r} is not a valid name; expected one word of at most {MAX_NAME_LENGTH} printable characters"
-        )
     ring.allow(AllowedKey(options.role, parse_key(key), name))
     say(f"{name} is allowed in the role {options.role}; running servers accept it at once.")
 
@@ -53,20 +47,18 @@ def _revoke(ring: Keyring, options: argparse.Namespace) -> None:
 
 
 def _trust(ring: Keyring, options: argparse.Namespace) -> None:
-    place, key = _place(options), parse_key(options.what[1])
-    ring.trust(place, key)
-    say(f"The server at {place} is expected to have this key.")
+    ring.allow(AllowedKey(SERVER, parse_key(options.what[1]), _place(options)))
+    say(f"The server at {_place(options)} is expected to have this key.")
 
 
 def _forget(ring: Keyring, options: argparse.Namespace) -> None:
-    ring.forget(_place(options))
+    ring.revoke(_place(options), (SERVER,))
     say(f"The server at {_place(options)} is no longer trusted.")
 
 
 def _list(ring: Keyring, options: argparse.Namespace) -> None:
     rows = [("own", ring.own().public, "")] if ring.has_own else []
     rows += [(allowed.role, allowed.key, allowed.name) for allowed in ring.allowed()]
-    rows += [("server", key, place) for place, key in ring.servers().items()]
     if not rows:
         say(f"No key in {ring.folder}; {ring.command('make')} creates one.")
     for row in rows:

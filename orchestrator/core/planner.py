@@ -20,7 +20,7 @@ from outrider.orchestrator.core.request import Request, SettledRound
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.heads import DRAFT_MODEL, JOINT_SEPARATOR, NGRAM, is_joint
+from outrider.protocol.heads import DRAFT_MODEL, JOINT_SEPARATOR, NGRAM
 from outrider.protocol.messages import Abilities
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
 
@@ -103,7 +103,7 @@ class Planner:
         """Returns the plan in a fixed mode: draft workers come before in-process drafters, and those before n-grams."""
         depth, branches = self._max_depth(admit), self._max_branches(admit, sources.workers)
         if admit.mode == "ar" or sources.workers:
-            joint = admit.mode == "ssd" and is_joint(admit.drafter) and sources.others
+            joint = admit.mode == "ssd" and JOINT_SEPARATOR in admit.drafter and sources.others
             return Arm(admit.mode, depth, branches, sources.others[0] if joint else ""), []
         if sources.others:
             return Arm("sd", depth, branches, sources.others[0]), []

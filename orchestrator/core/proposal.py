@@ -127,15 +127,14 @@ class Proposal:
         """Returns the proposal as it was verified: merged with the in-process drafter's tokens, if there are any."""
         if not self.draft:
             return self
-        own = outcome.drafted
-        drafted = DraftTree(own.chain, own.parents) if own is not None else DraftTree()
-        first = set(first_branch(drafted.parents)) if drafted.parents else range(len(drafted.tokens))
-        by = tuple(self.source if node in first else Origin.GUESSED for node in range(len(drafted.tokens)))
+        drafted = outcome.drafted or DraftTree()
+        first = set(first_branch(drafted.parents)) if drafted.parents else range(len(drafted.chain))
+        by = tuple(self.source if node in first else Origin.GUESSED for node in range(len(drafted.chain)))
         if not self.chain:
-            return replace(self, chain=drafted.tokens, parents=drafted.parents, by=by)
+            return replace(self, chain=drafted.chain, parents=drafted.parents, by=by)
         union = merge_trees(drafted, DraftTree(self.chain, self.parents), MAX_CHAIN)
         sent = {place: origin for place, origin in zip(union.places, self.by, strict=True) if place is not None}
-        by += tuple(sent[node] for node in range(len(drafted.tokens), len(union.tokens)))
+        by += tuple(sent[node] for node in range(len(drafted.chain), len(union.tokens)))
         return replace(self, chain=union.tokens, parents=union.parents, by=by)
 
     @property
@@ -158,7 +157,7 @@ class Proposal:
         if self.autonomous:
             return Autonomous(max_tokens, self.draft)
         if self.draft is not None:
-            return DraftInProcess(self.draft, max_tokens, self.chain, self.parents)
+            return DraftInProcess(self.chain, self.parents, draft=self.draft, max_tokens=max_tokens)
         return DraftTokens(self.chain, self.parents, self.q)
 
 

@@ -111,7 +111,7 @@ class Supervisor:
         """
         lost = []
         for before in self._registry.all():
-            if not before.restarts.is_due(now_ns) or (before.spawned and before.spawned.exit_code() is None):
+            if not before.restarts.is_due(now_ns) or (before.spawned and before.spawned.poll() is None):
                 continue
             if before.spawned is None:
                 before.state, before.restarts.due_ns = "lost", None
@@ -151,7 +151,7 @@ class Supervisor:
             if worker.role == "target":
                 worker.state, worker.restarts.due_ns = "restarting", now_ns + TARGET_WAIT_SECONDS * clock.SECOND_NS
             return WorkerLoss(worker, why, gone=True)
-        code = worker.spawned.exit_code()
+        code = worker.spawned.poll()
         worker.spawned.kill()
         if worker.hello is None:
             return WorkerLoss(worker, why, gone=True, fatal=True)

@@ -83,10 +83,10 @@ class WorkerPool:
         self.router = RouterSocket(context, self.endpoint, MAX_CONNECTIONS, MAX_QUEUED_MESSAGES, MAX_QUEUED_MESSAGES)
         self.socket = self.router.socket
         if (joining := settings.workers_endpoint) is not None:
-            keys = auth.keys(DRAFTER) if auth is not None and settings.requires_keys(joining) else None
-            if keys is not None:
+            own = auth.own if auth is not None and settings.requires_keys(joining) else None
+            if own is not None:
                 endpoints.set_remote_options(self.socket)
-            self.joining_endpoint = self.router.open(joining, MAX_CONNECTIONS, keys).endpoint
+            self.joining_endpoint = self.router.open(joining, MAX_CONNECTIONS, own, DRAFTER).endpoint
         self._supervisor = Supervisor(self._registry, settings, self.endpoint, run_dir, self.ping_interval_s)
         self._arrived: list[Worker] = []
         self._outgoing: dict[str, list[messages.Message]] = {}

@@ -16,7 +16,7 @@ from outrider.orchestrator.machine.spawn import SpawnedProcess
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.digest import digests_match
 from outrider.protocol.keys import DRAFTER, PREFILL
-from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerStats
+from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerInfo, WorkerStats
 from outrider.protocol.schema import clip
 from outrider.protocol.stats import CacheUse
 from outrider.protocol.worker_link import heartbeat_id, routing_id
@@ -38,7 +38,7 @@ STEADY_AFTER_NS = 60_000_000_000
 
 # An honest drafter sends no invalid message, however late its messages come, so a few are enough to disconnect it.
 MAX_INVALID_MESSAGES = 8
-EMPTY_HELLO = Hello("target", "", 0, 0, "", "", 0, 0, 0, 0)
+EMPTY_HELLO = Hello("target", "", 0, "", "", 0, 0, 0, 0, incarnation=0)
 """Replaces the HELLO of a worker that has not sent one."""
 
 KEY_NOT_ALLOWED = "its key is not allowed (any more); allow it on the server with `outrider keys allow` and --as"
@@ -224,7 +224,7 @@ class Worker:
 
     def loss_reason(self, ping_interval_s: float) -> str | None:
         """Returns why it must be given up, or None: its process has ended, or it is silent."""
-        code = self.spawned.exit_code() if self.spawned else None
+        code = self.spawned.poll() if self.spawned else None
         if self.spawned and code is not None:
             return self.fault or f"{self} {system.describe_exit(code, self.spawned.log_tail())}"
         if self.spawned is None and self.fault:
@@ -234,19 +234,12 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         hello = self.hello or EMPTY_HELLO
+        info = {name: getattr(hello, name) for name in WorkerInfo.__struct_fields__}
+        info |= {"role": self.role, "name": self.name, "note": clip(self.fault or hello.note)}
+        info |= {"pid": self.spawned.pid} if self.spawned else {}
         return WorkerStats(
-            role=self.role,
-            name=self.name,
+            **info,
             state=self.state,
-            pid=self.spawned.pid if self.spawned else hello.pid,
-            backend=hello.backend,
-            model=hello.model,
-            vocab_size=hello.vocab_size,
-            context_length=hello.context_length,
-            parameters=hello.parameters,
-            weight_bytes=hello.weight_bytes,
-            note=clip(self.fault or hello.note),
-            kv=hello.kv,
             cache=self.cache,
             restarts=self.restarts.done,
             invalid_messages=dict(sorted(self.invalid.items())),

@@ -22,7 +22,7 @@ from outrider.orchestrator.settings import NO_SSD_COLOCATED, SAMPLING_BACKENDS, 
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import InvalidRequest, OtherModel, PromptTooLong, UnknownDrafter
-from outrider.protocol.heads import DRAFT_MODEL, is_joint
+from outrider.protocol.heads import DRAFT_MODEL, JOINT_SEPARATOR
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import Grammar, SamplingParams
 
@@ -173,9 +173,9 @@ class Admission:
         if drafter and drafter not in self._drafters:
             known = f"one of {', '.join(self._drafters)}" if self._drafters else "none: this server has no drafter"
             raise UnknownDrafter(f"no drafter is called {drafter!r} here; expected {known}")
-        if drafter not in ("", DRAFT_MODEL) and generate.mode == "ssd" and not is_joint(drafter):
+        if drafter not in ("", DRAFT_MODEL) and generate.mode == "ssd" and JOINT_SEPARATOR not in drafter:
             raise InvalidRequest(f"mode ssd is for draft workers, and {drafter} is not one; expected mode sd or auto")
-        if is_joint(drafter) and generate.mode == "sd":
+        if JOINT_SEPARATOR in drafter and generate.mode == "sd":
             raise InvalidRequest(f"{drafter} needs a drafter that works ahead; expected mode ssd or auto")
         return drafter
 

@@ -6,9 +6,9 @@ command line and a process id; knows nothing of HTTP.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
+import platform
 import socket
 import time
 from dataclasses import replace
@@ -20,6 +20,7 @@ from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import MALLOC_ENV, STDERR, SpawnedProcess, child_environment, python
 from outrider.orchestrator.pairing.model_files import ModelFiles
+from outrider.protocol.endpoints import listen_error
 from outrider.protocol.errors import EndpointError, WorkerError
 
 SERVER_MODULE = "outrider.server"
@@ -34,7 +35,6 @@ SERVER_MALLOC_ENV = {**MALLOC_ENV, "MALLOC_ARENA_MAX": "2"}
 # Pages of 2 MiB: a process that wakes for each chunk finds the CPU's caches full of a model's weights, and pays for
 # every page that it touches. Only glibc's allocator, from 2.35 on, can use them; without them, it is the slower one.
 LARGE_PAGES_ENV = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-GLIBC_CONFSTR = "CS_GNU_LIBC_VERSION"
 
 log = logging.getLogger(__name__)
 
@@ -54,39 +54,34 @@ class HttpListener:
             both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # all interfaces: also of IPv4
             self.socket = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
         except (OSError, UnicodeError) as error:
-            raise EndpointError(f"HTTP can't be served at {host}:{port} ({_explain(error)})") from None
+            raise EndpointError(f"{listen_error(f'{host}:{port}', error)} (--host, --port; or --no-http)") from None
         host, port = self.socket.getsockname()[:2]
         self.url = f"{settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        self._settings = settings
-
-    def serve(
-        self, endpoint: str, model: ModelFiles, run_dir: Path, log_level: str, log_format: str = "text"
-    ) -> HttpProcess:
-        """Starts the process that serves this socket as a client of the orchestrator at `endpoint`."""
-        order = HttpOrder(
-            settings=self._settings,
-            endpoint=endpoint,
-            model=model.name,
-            folder=str(model.folder),
-            listener=self.socket.fileno(),
-            log_level=log_level,
-            log_format=log_format,
-        )
-        return HttpProcess(order, run_dir)
+        self.settings = settings
 
     def close(self) -> None:
         self.socket.close()
 
 
 class HttpProcess:
-    """The process, from creation to `close`; `check` restarts it if it has ended.
+    """The process that serves a listener's socket as a client of the orchestrator at `endpoint`, from creation to
+    `close`; `check` restarts it if it has ended.
 
     Raises:
         WorkerError: it can't be started.
     """
 
-    def __init__(self, order: HttpOrder, run_dir: Path) -> None:
-        self._order = order
+    def __init__(
+        self,
+        listener: HttpListener,
+        endpoint: str,
+        model: ModelFiles,
+        run_dir: Path,
+        log_level: str,
+        log_format: str = "text",
+    ) -> None:
+        descriptor, folder = listener.socket.fileno(), str(model.folder)
+        self._order = HttpOrder(listener.settings, endpoint, model.name, folder, descriptor, log_level, log_format)
         self._log = run_dir / "http.log"
         self._start()
 
@@ -101,7 +96,7 @@ class HttpProcess:
             WorkerError: it ended too soon after its start (the message has the last lines of its log), or can't be
                 started again.
         """
-        code = self._process.exit_code()
+        code = self._process.poll()
         if code is None:
             return
         ended = f"the HTTP server {system.describe_exit(code, self._process.log_tail())}"
@@ -133,16 +128,5 @@ class HttpProcess:
 
 def large_pages_env() -> dict[str, str]:
     """Returns the environment variables for large pages; none if the C library can't use them."""
-    library = os.confstr(GLIBC_CONFSTR) if GLIBC_CONFSTR in os.confstr_names else None
-    name, _, version = (library or "").partition(" ")
+    name, version = platform.libc_ver()
     return LARGE_PAGES_ENV if name == "glibc" and [int(part) for part in version.split(".")] >= [2, 35] else {}
-
-
-def _explain(error: OSError | UnicodeError) -> str:
-    code = getattr(error, "errno", None)
-    if code == errno.EADDRINUSE:
-        return "the port is in use; choose another with --port, or --no-http"
-    if code == errno.EACCES:
-        return "no permission for this port; choose one from 1024 up with --port"
-    why = str(getattr(error, "strerror", error)).partition(" (")[0]  # without the address, which stands before it
-    return f"{why}; expected an address of this machine (--host), or --no-http"

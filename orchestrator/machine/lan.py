@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from outrider.protocol import version
 from outrider.protocol.endpoints import Tcp, parse_endpoint
 from outrider.protocol.errors import EndpointError, InvalidRequest
-from outrider.protocol.version import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from zeroconf import ServiceInfo, Zeroconf
@@ -29,11 +28,10 @@ WILDCARD_HOSTS = ("*", "0.0.0.0", "::")
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredServer:
-    """An announced server: the endpoint for workers, the key that it claims, and its protocol version."""
+    """An announced server: the endpoint for workers, and the key that it claims."""
 
     endpoint: str
     key: str
-    version: str
 
 
 def announce(endpoint: str, key: str) -> Zeroconf:
@@ -60,12 +58,11 @@ def announce(endpoint: str, key: str) -> Zeroconf:
             f"{endpoint} can't be announced: this machine has no IPv4 address but loopback; leave out --advertise"
         )
     name = f"{socket.gethostname().partition('.')[0][:40]}-{where.port}"
-    about = {"key": key, "protocol": str(PROTOCOL_VERSION)}
+    about, host = {"key": key}, f"{name}.local."
+    service = ServiceInfo(SERVICE, f"{name}.{SERVICE}", where.port, 0, 0, about, host, parsed_addresses=own)
     zeroconf = _open_zeroconf(None if anywhere else own)
     try:
-        zeroconf.register_service(
-            ServiceInfo(SERVICE, f"{name}.{SERVICE}", where.port, 0, 0, about, f"{name}.local.", parsed_addresses=own)
-        )
+        zeroconf.register_service(service)
     except (OSError, NonUniqueNameException) as error:
         zeroconf.close()
         raise EndpointError(f"{endpoint} can't be announced ({error!r}); leave out --advertise") from None
@@ -93,11 +90,6 @@ def find_server(trusted: Collection[str], interfaces: Sequence[str] | None = Non
         )
     if not known:
         raise EndpointError(f"found no server within {SEARCH_SECONDS:g} s; expected one started with --advertise")
-    if known[0].version != str(PROTOCOL_VERSION):
-        raise EndpointError(
-            f"the server at {known[0].endpoint} has protocol version {known[0].version}, this side version"
-            f" {PROTOCOL_VERSION}; run the same release of outrider on both"
-        )
     return known[0]
 
 
@@ -125,12 +117,11 @@ def _discover(interfaces: Sequence[str] | None) -> list[DiscoveredServer]:
 
 
 def _parse_service(info: ServiceInfo) -> list[DiscoveredServer]:
-    about = {name: value or "" for name, value in info.decoded_properties.items()}
     addresses = info.parsed_addresses()
     if not addresses or not info.port:
         return []
     address = min(addresses, key=lambda address: (":" in address, address.startswith("127.")))
-    return [DiscoveredServer(str(Tcp(address, info.port)), about.get("key", "")[:100], about.get("protocol", "")[:20])]
+    return [DiscoveredServer(str(Tcp(address, info.port)), (info.decoded_properties.get("key") or "")[:100])]
 
 
 def _format(servers: Sequence[DiscoveredServer]) -> str:

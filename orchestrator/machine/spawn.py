@@ -6,15 +6,12 @@ Knows command lines and process ids; knows nothing of messages.
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -24,7 +21,6 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 
-log = logging.getLogger(__name__)
 LOG_TAIL_BYTES, LOG_TAIL_LINES = 4096, 3
 STDERR = 2
 MODELS_ONLY = "outrider.engine.models_only"  # runs a program
@@ -36,17 +32,9 @@ MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker",
 MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
 
 
-def open_log_file(path: Path, mode: str) -> BinaryIO:
-    """Opens a log file, or /dev/null if that fails: a process without a log is better than none."""
-    try:
-        return open(path, mode)  # type: ignore[return-value]
-    except OSError as error:
-        log.warning("can't write %s (%s): that process runs without a log", path, error.strerror)
-        return open("/dev/null", "wb")
-
-
-class SpawnedProcess:
-    """A worker or the HTTP server, in a session of its own; `name` is its name in errors.
+class SpawnedProcess(subprocess.Popen[bytes]):
+    """A worker or the HTTP server, in a session of its own, to all of whose processes signals go; `name` is its name in
+    errors.
 
     It ends when its stdin closes, and so with this process, however that ends. Its output goes to `log`.
 
@@ -59,11 +47,10 @@ class SpawnedProcess:
     ) -> None:
         """`log_mode`: see `open`. `inherited`: the file descriptors that the process keeps."""
         self._log = log
-        with open_log_file(log, log_mode) as output:
-            with suppress(OSError):  # it may be /dev/null
+        try:
+            with log.open(log_mode) as output:
                 fcntl.flock(output, fcntl.LOCK_SH)  # macOS removes unlocked old files; the process inherits the lock
-            try:
-                self._process = subprocess.Popen(
+                super().__init__(
                     command,
                     stdin=subprocess.PIPE,
                     stdout=output,
@@ -72,17 +59,9 @@ class SpawnedProcess:
                     pass_fds=inherited,
                     start_new_session=True,
                 )
-            except OSError as error:
-                cause = system.likely_cause(1, str(error)) or f"expected {sys.executable} to run"
-                raise WorkerError(f"the {name} can't be started ({error}); {cause}") from None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def exit_code(self) -> int | None:
-        """Returns the exit code, negative for the signal that ended the process; None while it runs."""
-        return self._process.poll()
+        except OSError as error:
+            cause = system.likely_cause(1, str(error)) or f"expected {sys.executable} to run, and {log} to be writable"
+            raise WorkerError(f"the {name} can't be started ({error}); {cause}") from None
 
     def log_tail(self) -> str:
         """Returns the last lines of its log as one line, for an error message; empty if there are none."""
@@ -96,36 +75,29 @@ class SpawnedProcess:
 
     def write(self, line: bytes) -> None:
         """Writes a line to the stdin of the process; the line is lost if the process has ended."""
-        if self._process.stdin is not None:
+        if self.stdin is not None:
             with suppress(BrokenPipeError):
-                os.write(self._process.stdin.fileno(), line)
+                os.write(self.stdin.fileno(), line)
 
     def close_stdin(self) -> None:
         """Asks the process to end cleanly."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        if self.stdin is not None:
+            self.stdin.close()
 
-    def terminate(self) -> None:
-        """Asks the process to end, also by a signal."""
-        self._send_signal(signal.SIGTERM)
+    def send_signal(self, sig: int) -> None:
+        """Sends a signal, unless the process has ended, and closes its stdin; `terminate` and `kill` do the same."""
+        if self.poll() is None:  # reaped only here, so the id still belongs to this process
+            with suppress(PermissionError):  # macOS's answer if the process has ended meanwhile
+                os.killpg(self.pid, sig)
+        self.close_stdin()
 
-    def kill(self) -> None:
-        """Ends the process and all processes of its session at once."""
-        self._send_signal(signal.SIGKILL)
-
-    def wait(self, grace: float) -> int:
-        """Returns the exit code; kills the process if it has not ended within `grace` seconds."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns the exit code; kills the process if it has not ended within `timeout` seconds."""
         try:
-            return self._process.wait(grace)
+            return super().wait(timeout)
         except subprocess.TimeoutExpired:
             self.kill()
-            return self._process.wait()
-
-    def _send_signal(self, number: signal.Signals) -> None:
-        if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
-            with suppress(PermissionError):  # macOS's answer if the process has ended meanwhile
-                os.killpg(self._process.pid, number)
-        self.close_stdin()
+            return super().wait()
 
 
 def worker_command(

@@ -25,8 +25,6 @@ NO_OPENBLAS_NOTE = (
     " instead of 1.2 to 1.4 times; install it (Debian, Ubuntu: apt install libopenblas0-pthread; Fedora: dnf install"
     " openblas)"
 )
-BLAS_VARIABLE = "OUTRIDER_OPENBLAS"
-"""The environment variable that sets the library to preload; empty: none, so that MLX uses its wheel's BLAS."""
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _OPENBLAS_NAMES = ("openblas", "openblasp", "openblaso")
 OPENBLAS_CORE_VARIABLE = "OPENBLAS_CORETYPE"
@@ -72,24 +70,15 @@ _MEMORY_ERRORS = (
 
 
 def find_openblas() -> str | None:
-    """Returns the library to preload, which `BLAS_VARIABLE` may name; None if there is none, or none is needed.
+    """Returns the library to preload, which LD_PRELOAD may name; None if there is none, or none is needed.
 
     MLX's CPU wheel for Linux has the reference BLAS, whose cost is linear in rows; preloaded, OpenBLAS replaces it. On
     macOS MLX uses Accelerate.
-
-    Raises:
-        InvalidRequest: `BLAS_VARIABLE` names no file.
     """
-    chosen = os.environ.get(BLAS_VARIABLE)
-    if not needs_openblas() or chosen == "":
+    if not needs_openblas():
         return None
-    if chosen is not None:
-        if not Path(chosen).is_file():
-            raise InvalidRequest(
-                f"{BLAS_VARIABLE} is {chosen}, which is not a file; expected a libopenblas.so.0, or no value"
-            )
-        return chosen
-    return next(filter(None, map(_find_library, _OPENBLAS_NAMES)), None)
+    named = (path for path in os.environ.get("LD_PRELOAD", "").split(":") if "openblas" in path)
+    return next(named, None) or next(filter(None, map(_find_library, _OPENBLAS_NAMES)), None)
 
 
 def needs_openblas() -> bool:
@@ -98,8 +87,7 @@ def needs_openblas() -> bool:
 
 def blas_notes() -> tuple[str, ...]:
     """Returns the notes on this machine's BLAS for the user; usually none."""
-    wanted = needs_openblas() and os.environ.get(BLAS_VARIABLE) != ""
-    return (NO_OPENBLAS_NOTE,) if wanted and find_openblas() is None else ()
+    return (NO_OPENBLAS_NOTE,) if needs_openblas() and find_openblas() is None else ()
 
 
 def blas_environment(base: dict[str, str], threads: int, kernels: str | None = None) -> dict[str, str]:

@@ -6,30 +6,39 @@ from collections.abc import Callable, Sequence
 from operator import add
 from typing import Annotated, Any
 
-from msgspec import field
+from msgspec import Meta, field
 
 from outrider.protocol.messages.rounds import RequestMessage, Span
+from outrider.protocol.messages.workers import WorkerInfo
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import (
-    ChunkTokens,
-    ClientName,
+    MAX_ITEMS,
     Count,
-    Counts,
     Logprobs,
     Many,
-    Mode,
     Name,
-    Origins,
+    Origin,
     Real,
     Record,
     RequestId,
-    Role,
     Serial,
     Text,
+    Token,
     Tokens,
     one_of,
 )
-from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, add_counts, add_rows
+from outrider.protocol.stats import CacheUse, Durations, KvUse, add_counts, add_rows
+
+Mode = Annotated[str, one_of("auto", "ar", "sd", "ssd")]
+ClientName = Annotated[str, Meta(max_length=64)]
+Origins = Many[Annotated[int, Meta(ge=int(min(Origin)), le=int(max(Origin)))]]
+"""The `Origin` of each token."""
+
+Counts = Annotated[dict[Name, Serial], Meta(max_length=MAX_ITEMS)]
+"""How often each of these was seen, by name."""
+
+ChunkTokens = Many[Token]
+"""The tokens of a chunk, in the header: a client that just woke up needs as long for an array as for all the rest."""
 
 FIELD_ADDERS: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(
@@ -234,26 +243,15 @@ class StatsQuery(RequestMessage, frozen=True):
     about: RequestId | None = None
 
 
-class WorkerStats(Record, frozen=True):
+class WorkerStats(WorkerInfo, frozen=True, kw_only=True):
     """One worker as the orchestrator sees it. `state` is starting, ready, refused, frozen, restarting or lost.
 
-    `kv` is the memory cost of a text, `cache` the use of the prompt cache, `restarts` the number of restarts.
-    `invalid_messages` counts invalid messages by kind. `round_trip_ms` is the time from a ping to its answer.
-    `fingerprint` identifies a target's weights and number format.
+    `cache` is the use of the prompt cache, `restarts` the number of restarts. `invalid_messages` counts invalid
+    messages by kind. `round_trip_ms` is the time from a ping to its answer. `fingerprint` identifies a target's weights
+    and number format.
     """
 
-    role: Role
-    name: Name
     state: Name
-    pid: Count
-    backend: Name
-    model: Name
-    vocab_size: Count
-    context_length: Count
-    parameters: Serial
-    weight_bytes: Serial
-    note: Name
-    kv: KvCost = KvCost()
     cache: CacheUse = CacheUse()
     restarts: Count = 0
     invalid_messages: Counts = field(default_factory=dict)

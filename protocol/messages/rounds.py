@@ -18,12 +18,8 @@ from outrider.protocol.schema import (
     MAX_ALTERNATIVES,
     MAX_BRANCHES,
     MAX_CHAIN,
-    Breadth,
+    MAX_COMMIT_TOKENS,
     Bytes,
-    Chain,
-    ChainOdds,
-    Committed,
-    CommitTokens,
     Count,
     Depth,
     Halves,
@@ -31,9 +27,6 @@ from outrider.protocol.schema import (
     Message,
     Name,
     Nanoseconds,
-    Node,
-    Parents,
-    Path,
     Real,
     Record,
     RequestId,
@@ -41,8 +34,21 @@ from outrider.protocol.schema import (
     Token,
     Tokens,
 )
-from outrider.protocol.trees import SparseQ
+from outrider.protocol.trees import Chain, DraftTree, Node, Parents, SparseQ
 
+Breadth = Annotated[int, Meta(ge=0, le=MAX_BRANCHES)]
+"""The number of branches."""
+
+ChainOdds = Annotated[tuple[Annotated[float, Meta(ge=0.0, le=1.0)], ...], Meta(max_length=MAX_CHAIN)]
+"""The probability that each token of a chain is accepted if those before it are; (): not known."""
+
+Path = Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_CHAIN - 1)], ...], Meta(max_length=MAX_CHAIN)]
+"""Nodes of a tree, from the text down."""
+
+CommitTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN + 1)]
+"""A commit: the accepted tokens of a chain, then the bonus token."""
+
+Committed = Annotated[tuple[Token, ...], Meta(max_length=MAX_COMMIT_TOKENS)]
 RowCosts = Annotated[tuple[Real, ...], Meta(max_length=MAX_CHAIN + 1)]
 """What the verify of 0, 1, ... draft tokens costs, in tokens."""
 
@@ -109,14 +115,12 @@ class Open(EpochMessage, frozen=True):
         return len(self.tokens) - self.generated
 
 
-class DraftTokens(Record, frozen=True, tag=True):
+class DraftTokens(DraftTree, frozen=True, tag=True):
     """Draft tokens: a chain, or a tree if they have parents. They are verified by the request's sampling rule.
 
     `q`, for residual sampling only, is what a chain's tokens were drawn from; None: they were chosen with certainty.
     """
 
-    chain: Chain = ()
-    parents: Parents = ()
     q: SparseQ | None = None
 
 
@@ -133,7 +137,7 @@ class InProcess(Record, frozen=True):
     row_costs: RowCosts = ()
 
 
-class DraftInProcess(Record, frozen=True, tag=True):
+class DraftInProcess(DraftTree, frozen=True, tag=True, kw_only=True):
     """The target drafts for this round, and verifies its draft together with these tokens, a chain or a tree.
 
     It verifies its drafter's tokens and then those of the others that are new (`trees.merge_trees`), 64 nodes at most.
@@ -142,8 +146,6 @@ class DraftInProcess(Record, frozen=True, tag=True):
 
     draft: InProcess
     max_tokens: Count
-    chain: Chain = ()
-    parents: Parents = ()
 
 
 class Autonomous(Record, frozen=True, tag=True):
@@ -238,12 +240,10 @@ class Prepare(RoundMessage, frozen=True):
         return next((DraftTokens(chain, parents) for known, chain, parents in prepared if known == committed), None)
 
 
-class InProcessDraft(Record, frozen=True):
+class InProcessDraft(DraftTree, frozen=True, kw_only=True):
     """What the in-process drafter proposed for a round, a chain or a tree, and when it worked."""
 
-    chain: Chain
     span: Span
-    parents: Parents = ()
 
 
 class Outcome(RoundMessage, frozen=True):

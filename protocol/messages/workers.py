@@ -64,23 +64,11 @@ class Abilities(Record, frozen=True):
     left_out: Many[Text] = ()
 
 
-class Hello(Message, frozen=True):
-    """Worker -> orchestrator, when its model is loaded: its identity and its model. The answer is Welcome or Shutdown.
-
-    - `incarnation` identifies this process, also among its successors. In hexadecimal it is the routing id of the main
-      socket; followed by `/heartbeat` it is that of the heartbeat socket.
-    - `name` is the requested name, or empty.
-    - `abilities` describes what a target can do, as measured; a drafter sets `left_out` only. `kv` is the memory cost
-      of its texts.
-    - `vocabulary` is a digest of what a joining drafter's tokens stand for. It must equal the cluster's; empty: not
-      checked.
-    - `files` identifies a target's model (`protocol.digest`). `number_format` is what a target computes in.
-    - `features` identifies the rows that a target sends in Features, or that a drafter reads; empty: none.
-    """
+class WorkerInfo(Record, frozen=True):
+    """A worker's process and model. `kv` is the memory cost of a text."""
 
     role: Role
     name: Name
-    incarnation: Serial
     pid: Count
     backend: Name
     model: Name
@@ -89,8 +77,24 @@ class Hello(Message, frozen=True):
     parameters: Serial
     weight_bytes: Serial
     note: Name = ""
-    abilities: Abilities = Abilities()
     kv: KvCost = KvCost()
+
+
+class Hello(WorkerInfo, Message, frozen=True, tag=True, kw_only=True):
+    """Worker -> orchestrator, when its model is loaded: its identity and its model. The answer is Welcome or Shutdown.
+
+    - `incarnation` identifies this process, also among its successors. In hexadecimal it is the routing id of the main
+      socket; followed by `/heartbeat` it is that of the heartbeat socket.
+    - `name` is the requested name, or empty.
+    - `abilities` describes what a target can do, as measured; a drafter sets `left_out` only.
+    - `vocabulary` is a digest of what a joining drafter's tokens stand for. It must equal the cluster's; empty: not
+      checked.
+    - `files` identifies a target's model (`protocol.digest`). `number_format` is what a target computes in.
+    - `features` identifies the rows that a target sends in Features, or that a drafter reads; empty: none.
+    """
+
+    incarnation: Serial
+    abilities: Abilities = Abilities()
     vocabulary: Name = ""
     files: Name = ""
     features: Name = ""

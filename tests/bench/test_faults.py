@@ -15,7 +15,7 @@ from tests.harness.faults import Faults
 
 
 def worker(name: str, state: str, pid: int) -> WorkerStats:
-    return WorkerStats(name.partition("-")[0], name, state, pid, "", "", 0, 0, 0, 0, "")
+    return WorkerStats(name.partition("-")[0], name, pid, "", "", 0, 0, 0, 0, state=state)
 
 
 def test_faults_hit_only_running_workers_of_this_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ def coupled(choose: Choose, count: int = 3000) -> list[int]:
 def correct_choices(own: Sequence[Sequence[int]], base: int, text: Sequence[int], tree: DraftTree) -> list[int]:
     """Each row uses the noise of its own position, as it must."""
     places = [0, *(depth + 1 for depth in node_depths(tree.parents))]
-    return [own[token][base + place] for token, place in zip([text[-1], *tree.tokens], places, strict=True)]
+    return [own[token][base + place] for token, place in zip([text[-1], *tree.chain], places, strict=True)]
 
 
 def of_another_branch(own: Sequence[Sequence[int]], base: int, text: Sequence[int], tree: DraftTree) -> list[int]:
@@ -228,7 +228,7 @@ def of_another_branch(own: Sequence[Sequence[int]], base: int, text: Sequence[in
 def by_the_draft(own: Sequence[Sequence[int]], base: int, text: Sequence[int], tree: DraftTree) -> list[int]:
     """Wrong: the first drafted token is sometimes accepted unchecked."""
     choices = correct_choices(own, base, text, tree)
-    return [tree.tokens[0], *choices[1:]] if base % 5 == 0 else choices
+    return [tree.chain[0], *choices[1:]] if base % 5 == 0 else choices
 
 
 def test_coupled_texts_of_united_trees_have_the_targets_distribution() -> None:

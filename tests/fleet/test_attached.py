@@ -18,9 +18,9 @@ from outrider.fleet.plan import FleetPlan, IngressPlan
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.pairing.model_files import TINY_DRAFT
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.endpoints import bind
+from outrider.protocol.endpoints import BoundSocket
 from outrider.protocol.errors import EndpointError, KeyFault
-from outrider.protocol.keys import CLIENT, Keyring, ServerKeys, make_pair
+from outrider.protocol.keys import CLIENT, SERVER, AllowedKey, Keyring, make_pair
 from tests.fleet.running_fleet import KEY, PROMPT, TIMEOUT_S, Fleet, kill, running, server_of, wait_until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
@@ -98,8 +98,8 @@ def test_engine_that_refuses_the_ingress_is_replaced_by_another(hosts: Any, tmp_
 
     pair, ring, context = make_pair(), Keyring(tmp_path / "keys"), zmq.Context[Any]()
     ring.make()
-    with closing(bind(context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", ServerKeys(pair, CLIENT))) as bound:
-        ring.trust(bound.endpoint.removeprefix("tcp://"), pair.public)
+    with closing(BoundSocket(context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", pair, CLIENT)) as bound:
+        ring.allow(AllowedKey(SERVER, pair.public, bound.endpoint.removeprefix("tcp://")))
         place = EngineAddress(bound.endpoint)
         leases = EngineLeases(IngressPlan(), [HandleOfOne(place)], [1], ring.folder)
 

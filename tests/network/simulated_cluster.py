@@ -153,7 +153,7 @@ class SimulatedCluster(FakeWorkers):
         return {process.name for process in self.processes.values() if process.name != TARGET and process.known}
 
     def hello(self, name: str) -> Hello:
-        return Hello("draft", name, 0, 0, "", "", self._draft.vocab_size, 0, int(name in self._others), 0)
+        return Hello("draft", name, 0, "", "", self._draft.vocab_size, 0, int(name in self._others), 0, incarnation=0)
 
     def record_invalid(self, name: str, kind: str) -> None:
         """Counts an invalid message of a worker, and ends the worker after too many."""

@@ -38,7 +38,7 @@ OnAdmit = Callable[[Admit], list[ToFront]]
 
 
 def worker_stats(role: str, state: str = "ready") -> WorkerStats:
-    return WorkerStats(role, f"{role}-0", state, 1, "mlx", "m", 4096, 1024, 1, 1, "")
+    return WorkerStats(role, f"{role}-0", 1, "mlx", "m", 4096, 1024, 1, 1, state=state)
 
 
 class ScriptedCore:

@@ -13,7 +13,6 @@ import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
-from functools import partial
 from types import SimpleNamespace
 from typing import get_type_hints
 
@@ -26,7 +25,6 @@ from outrider import AsyncClient, Chunk, Client, LocalCluster, Resumed
 from outrider.orchestrator.client.client import Liveness
 from outrider.orchestrator.client.dialogue import CHECKS, GenerateFields, GenerationResult
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, Stop
-from outrider.protocol.endpoints import probe
 from outrider.protocol.errors import EndpointError, InvalidRequest, ServerBusy, ServerStopped, WorkerError
 from outrider.protocol.messages import StatsQuery, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
@@ -210,7 +208,6 @@ def test_client_waits_for_a_local_cluster_while_its_process_runs(silent_endpoint
 def test_remote_server_without_handshake_gets_the_full_timeout(monkeypatch):
     """The server may be suspended. Only a refused key is an error at once."""
     monkeypatch.setattr("outrider.protocol.endpoints.PROBE_TIMEOUT_SECONDS", 0.01)
-    monkeypatch.setattr("outrider.orchestrator.client.client.probe", partial(probe, seconds=0.01))
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         liveness = Liveness(f"tcp://127.0.0.1:{stopped.getsockname()[1]}", 10.0)
         for _ in range(11):

@@ -114,7 +114,7 @@ class Target(FakeWorkers):
         self._next += accepted + 1
         outcome = Outcome(
             "r", 0, number, base_len, accepted, self._next - 1, Span(drafted, ended), drafted - self._now,
-            next_proposal, drafted=InProcessDraft(chain, Span(self._now, drafted)) if own else None,
+            next_proposal, drafted=InProcessDraft(chain, span=Span(self._now, drafted)) if own else None,
         )  # fmt: skip
         self._now = ended
         self.rounds.handle([("target-0", outcome)], self._now)

@@ -20,9 +20,9 @@ from outrider.orchestrator.auth import CurveAuth, create_curve_auth
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import worker_link
-from outrider.protocol.endpoints import BoundSocket, Tcp, bind, connect, parse_endpoint, probe
+from outrider.protocol.endpoints import BoundSocket, Tcp, connect, parse_endpoint, probe
 from outrider.protocol.errors import EndpointError, KeyFault
-from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, ClientKeys, Keyring, ServerKeys, make_pair
+from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, ClientKeys, Keyring, make_pair
 from outrider.protocol.messages import Loading
 from outrider.protocol.worker_link import WorkerLink
 
@@ -43,7 +43,7 @@ class Server:
         self.auth = CurveAuth(self.context, self.ring)
         self.socket = self.context.socket(zmq.ROUTER)
         self.monitor = self.socket.get_monitor_socket(FAILED)
-        self.bound: BoundSocket = bind(self.socket, "tcp://127.0.0.1:0", self.auth.keys(DRAFTER))
+        self.bound = BoundSocket(self.socket, "tcp://127.0.0.1:0", self.auth.own, DRAFTER)
         self.endpoint = self.bound.endpoint
         self.peers: list[zmq.Socket[Any]] = []
 
@@ -137,7 +137,7 @@ def test_client_refused_before_its_first_message_gets_the_reason(
 def test_client_refused_at_a_path_gets_the_reason(server: Server, short: Path, tmp_path: Path) -> None:
     stranger, socket = Keyring(tmp_path / "stranger"), server.context.socket(zmq.ROUTER)
     stranger.make()
-    with closing(bind(socket, f"ipc://{short}/keyed", server.auth.keys(CLIENT))) as bound:
+    with closing(BoundSocket(socket, f"ipc://{short}/keyed", server.auth.own, CLIENT)) as bound:
         with pytest.raises(KeyFault, match="requires keys"):
             Client(bound.endpoint).stats()
         with pytest.raises(KeyFault, match="refuses this side's key"):
@@ -262,7 +262,7 @@ def test_socket_without_authenticator_admits_no_one(tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     pair = make_pair()
     with (
-        closing(bind(context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", ServerKeys(pair, DRAFTER))) as bound,
+        closing(BoundSocket(context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", pair, DRAFTER)) as bound,
         pytest.raises(KeyFault),
     ):
         probe(bound.endpoint, ClientKeys(FRIEND, pair.public))
@@ -274,7 +274,7 @@ def test_remote_endpoints_require_keys(endpoint: str, tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     with context.socket(zmq.ROUTER) as socket:
         with pytest.raises(EndpointError, match=r"accept connections without a key; expected keys"):
-            bind(socket, endpoint)
+            BoundSocket(socket, endpoint)
         with pytest.raises(EndpointError):
             connect(socket, endpoint)
     for settings in (ServeSettings(endpoint=endpoint), ServeSettings(workers_endpoint=endpoint)):

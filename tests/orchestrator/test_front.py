@@ -311,7 +311,7 @@ def test_client_key_is_attached_to_each_message(tmp_path, short):
     auth = CurveAuth(context, ring)
     clients = ClientSocket(context, f"ipc://{short}/clients")
     try:
-        clients.open("tcp://127.0.0.1:0", 8, auth.keys(CLIENT))
+        clients.open("tcp://127.0.0.1:0", 8, auth.own, CLIENT)
         for endpoint, keys in ((clients.own_endpoint, None), (clients.endpoint, ClientKeys(friend, auth.own.public))):
             with zmq.Context.instance().socket(zmq.DEALER) as socket:
                 connect(socket, endpoint, keys)
@@ -465,7 +465,7 @@ def test_stats_report_workers_totals_and_dropped_messages(server, codec):
         server.client().generate([99999])
     with RawClient(server.endpoint) as client:
         client.socket.send_multipart([b"rubbish"])
-        client.send(Hello("target", "t", 1, 1, "mlx", "m", 1, 1, 1, 1))
+        client.send(Hello("target", "t", 1, "mlx", "m", 1, 1, 1, 1, incarnation=1))
         client.send(StatsQuery("s"))
         stats = client.receive_until(Stats)[-1]
     assert [worker.name for worker in stats.workers] == ["target-0", "draft-0"]

@@ -29,7 +29,7 @@ from outrider.protocol.worker_link import WorkerLink, routing_id
 
 WAIT_MS = 200_000
 MINI, STUDIO = make_pair(), make_pair()
-HELLO = Hello("draft", "", 7, 77, "mlx", "m", 10, 100, 1, 1)
+HELLO = Hello("draft", "", 77, "mlx", "m", 10, 100, 1, 1, incarnation=7)
 
 
 class JoiningPool:

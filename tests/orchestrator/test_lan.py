@@ -13,7 +13,6 @@ from outrider.orchestrator.machine.lan import DiscoveredServer, find_server
 from outrider.protocol import version
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.keys import make_pair
-from outrider.protocol.version import PROTOCOL_VERSION
 
 pytest.importorskip("zeroconf")
 
@@ -33,9 +32,7 @@ def announced() -> Iterator[None]:
 
 @pytest.mark.usefixtures("announced")
 def test_server_is_discovered_only_by_a_trusted_key() -> None:
-    assert find_server({OWN, OTHER}, interfaces=HERE) == DiscoveredServer(
-        "tcp://127.0.0.1:45556", OWN, str(PROTOCOL_VERSION)
-    )
+    assert find_server({OWN, OTHER}, interfaces=HERE) == DiscoveredServer("tcp://127.0.0.1:45556", OWN)
     with pytest.raises(EndpointError, match=r"found no server with a trusted key, only tcp://127.0.0.1:45556"):
         find_server({OTHER}, interfaces=HERE)
 
@@ -48,14 +45,9 @@ def test_discovery_failures_are_explained(monkeypatch: pytest.MonkeyPatch) -> No
     fake_discovery(monkeypatch)
     with pytest.raises(EndpointError, match=r"found no server within .* --advertise"):
         find_server({OWN})
-    fake_discovery(
-        monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "1"), DiscoveredServer("tcp://10.0.0.2:1", OTHER, "1")
-    )
+    fake_discovery(monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN), DiscoveredServer("tcp://10.0.0.2:1", OTHER))
     with pytest.raises(EndpointError, match=r"found several servers .* tcp://10.0.0.1:1 .* choose one with --connect"):
         find_server({OWN, OTHER})
-    fake_discovery(monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "999"))
-    with pytest.raises(EndpointError, match=r"version 999, this side version 1; run the same release"):
-        find_server({OWN})
 
 
 def test_missing_zeroconf_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

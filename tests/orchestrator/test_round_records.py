@@ -71,7 +71,7 @@ def test_draft_work_outside_the_time_of_the_request_is_left_out() -> None:
 
 def test_in_process_chain_is_reported_as_draft_work() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
-    own = outcome(2, 1, Span(1_030, 1_060), drafted=InProcessDraft((4, 5), Span(1_010, 1_030)))
+    own = outcome(2, 1, Span(1_030, 1_060), drafted=InProcessDraft((4, 5), span=Span(1_010, 1_030)))
     found = report(metrics, 2, Proposal((4, 5), Origin.DRAFTED, draft=InProcess(2)), own, 2)
     assert found.drafting == (DraftWork("target's drafter", 2, 2, 0, Span(10, 30)),) and found.decided is None
 

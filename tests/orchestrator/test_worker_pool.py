@@ -72,7 +72,7 @@ class FakeProcess:
         self.tail = ""
         self.killed = False
 
-    def exit_code(self) -> int | None:
+    def poll(self) -> int | None:
         return self.code
 
     def log_tail(self) -> str:
@@ -111,8 +111,12 @@ class Peer:
         self.socket.send_multipart(encode(message))
 
     def hello(self, name: str = "", model: str = "m", context: int = 100, **others: Any) -> Message:
-        fields = (self.role, name, self.incarnation, 1, "mlx", model, 10, context, 1, 1000)
-        self.send(Hello(*fields, kv=self.kv, **{"abilities": Abilities(takes_kv=True), **others}))
+        fields = (self.role, name, 1, "mlx", model, 10, context, 1, 1000)
+        self.send(
+            Hello(
+                *fields, kv=self.kv, incarnation=self.incarnation, **{"abilities": Abilities(takes_kv=True), **others}
+            )
+        )
         return self.receive()
 
     def receive(self) -> Message:
@@ -287,7 +291,7 @@ def test_notes_name_what_the_drafter_left_out(harness: PoolHarness) -> None:
     harness.worker("target-0")
     draft = Peer(harness, "draft", harness.spawned["draft-0"][0])
     other = Abilities(left_out=("prompts are read by MLX: no Core ML",))
-    draft.send(Hello("draft", "draft-0", draft.incarnation, 1, "mlx", "m", 10, 9, 1, 1, abilities=other))
+    draft.send(Hello("draft", "draft-0", 1, "mlx", "m", 10, 9, 1, 1, incarnation=draft.incarnation, abilities=other))
     harness.settle()
     assert harness.pool.notes() == ["prompts are read by MLX: no Core ML"]
 
@@ -303,7 +307,7 @@ def test_target_abilities_are_read_from_its_hello(harness: PoolHarness) -> None:
     assert harness.pool.target_abilities == Abilities() and harness.pool.notes() == []
     target = Peer(harness, "target", harness.spawned["target-0"][0])
     able = Abilities(chains=False, why="it decodes token by token")
-    target.send(Hello("target", "target-0", target.incarnation, 1, "mlx", "m", 10, 9, 1, 1, abilities=able))
+    target.send(Hello("target", "target-0", 1, "mlx", "m", 10, 9, 1, 1, incarnation=target.incarnation, abilities=able))
     assert target.receive() == welcome("target-0")
     assert harness.pool.target_abilities == able
     assert harness.pool.notes() == ["speculation is off: it decodes token by token"]
@@ -346,7 +350,7 @@ def test_peer_with_a_worker_name_as_routing_id_changes_nothing(harness: PoolHarn
 def test_second_peer_with_the_incarnation_of_a_worker_is_ignored(harness: PoolHarness) -> None:
     target = harness.worker("target-0")
     thief = Peer(harness, "target", harness.spawned["target-0"][0])
-    thief.send(Hello("target", "target-0", thief.incarnation, 1, "mlx", "another", 10, 5, 1, 1))
+    thief.send(Hello("target", "target-0", 1, "mlx", "another", 10, 5, 1, 1, incarnation=thief.incarnation))
     thief.send(Resync("r", 0))
     assert not harness.pool.socket.poll(100)
     harness.pool.send_target(Close("r"))
@@ -369,7 +373,7 @@ def test_repeated_hello_is_answered_again(harness: PoolHarness) -> None:
 
 def test_hello_with_another_model_of_a_worker_that_is_ready_changes_nothing(harness: PoolHarness) -> None:
     target = harness.worker("target-0")
-    target.send(Hello("target", "target-0", target.incarnation, 1, "mlx", "another", 10, 5, 1, 1))
+    target.send(Hello("target", "target-0", 1, "mlx", "another", 10, 5, 1, 1, incarnation=target.incarnation))
     harness.settle()
     assert target.drain() == [] and harness.pool.target_context == 100 and harness.pool.rejected == 1
 

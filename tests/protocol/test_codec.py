@@ -101,7 +101,7 @@ INVALID_MESSAGES = {
         "Verify.proposal.chain is invalid: expected `array` of length <= 64",
     ),
     "no word": (
-        Hello("guess", "", 1, 1, "", "", 1, 1, 1, 1),
+        Hello("guess", "", 1, "", "", 1, 1, 1, 1, incarnation=1),
         r"Hello.role is invalid: expected `str` matching .*target\|draft\|prefill",
     ),
     "no draft": (

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import socket as plain
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 import zmq
 
 from outrider.protocol import endpoints, socket_files
-from outrider.protocol.endpoints import Ipc, Tcp, bind, connect, parse_endpoint, require_server
+from outrider.protocol.endpoints import BoundSocket, Ipc, Tcp, connect, parse_endpoint
 from outrider.protocol.errors import EndpointError
-from outrider.protocol.keys import ClientKeys, ServerKeys, make_pair
+from outrider.protocol.keys import ClientKeys, make_pair
 from outrider.protocol.socket_files import MAX_PATH_BYTES
 
 
@@ -96,7 +95,7 @@ def test_path_longer_than_the_system_allows_is_refused():
 def test_port_zero_binds_a_free_port_and_reports_it(sockets, text):
     server, client = sockets(), sockets(zmq.DEALER)
     try:
-        bound = bind(server, text)
+        bound = BoundSocket(server, text)
     except EndpointError:
         pytest.skip("this machine has no such loopback address")
     assert isinstance(parse_endpoint(bound.endpoint), Tcp) and not bound.endpoint.endswith(":0")
@@ -106,22 +105,25 @@ def test_port_zero_binds_a_free_port_and_reports_it(sockets, text):
 
 
 def test_port_in_use_is_refused(sockets):
-    with closing(bind(sockets(), "tcp://127.0.0.1:0")) as first, pytest.raises(EndpointError, match="port is in use"):
-        bind(sockets(), first.endpoint)
+    with (
+        closing(BoundSocket(sockets(), "tcp://127.0.0.1:0")) as first,
+        pytest.raises(EndpointError, match="port is in use"),
+    ):
+        BoundSocket(sockets(), first.endpoint)
 
 
 def test_an_address_of_another_machine_is_refused(sockets):
     for host in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(EndpointError, match="can't be used"):
-            bind(sockets(), f"tcp://{host}:0", ServerKeys(make_pair(), "client"))
+            BoundSocket(sockets(), f"tcp://{host}:0", make_pair(), "client")
 
 
 def test_second_server_on_a_path_is_refused_and_the_first_continues(sockets, ipc):
     server, client = sockets(), sockets(zmq.DEALER)
-    with closing(bind(server, ipc)) as bound:
+    with closing(BoundSocket(server, ipc)) as bound:
         for _ in range(2):
             with pytest.raises(EndpointError, match="already served by a running process"):
-                bind(sockets(), ipc)
+                BoundSocket(sockets(), ipc)
         connect(client, bound.endpoint)
         client.send(b"still there")
         assert server.poll(10_000)
@@ -129,7 +131,7 @@ def test_second_server_on_a_path_is_refused_and_the_first_continues(sockets, ipc
 
 def test_closing_leaves_no_file_and_frees_the_path(sockets, ipc, short):
     for _ in range(3):
-        bound = bind(sockets(), ipc)
+        bound = BoundSocket(sockets(), ipc)
         assert (short / "s").is_socket()
         bound.close()
         bound.close()
@@ -137,7 +139,7 @@ def test_closing_leaves_no_file_and_frees_the_path(sockets, ipc, short):
 
 
 def test_a_server_removes_only_the_socket_that_it_made(sockets, ipc, short):
-    bound = bind(sockets(), ipc)
+    bound = BoundSocket(sockets(), ipc)
     (short / "s").unlink()
     (short / "s").write_text("thesis")
     bound.close()
@@ -145,7 +147,7 @@ def test_a_server_removes_only_the_socket_that_it_made(sockets, ipc, short):
 
 
 def test_close_keeps_a_socket_created_by_another_program(sockets, ipc, short):
-    bound = bind(sockets(), ipc)
+    bound = BoundSocket(sockets(), ipc)
     (short / "s").unlink()
     with plain.socket(plain.AF_UNIX) as other:
         other.bind(str(short / "s"))
@@ -153,41 +155,10 @@ def test_close_keeps_a_socket_created_by_another_program(sockets, ipc, short):
         assert (short / "s").is_socket()
 
 
-def test_client_waits_while_the_server_does_not_listen(sockets, ipc, short):
-    with closing(bind(server := sockets(), ipc)) as bound:
-        inside, outside = sockets(zmq.DEALER), sockets(zmq.DEALER)
-        connect(inside, bound.endpoint)
-        inside.send(b"before")
-        assert server.poll(10_000) and server.recv_multipart()[1] == b"before"
-        bound.stop_listening()
-        connect(outside, bound.endpoint)
-        outside.send(b"waits")
-        inside.send(b"meanwhile")
-        assert server.poll(10_000) and server.recv_multipart()[1] == b"meanwhile"
-        assert not server.poll(100)
-        require_server(ipc)
-        bound.listen()
-        assert server.poll(10_000) and server.recv_multipart()[1] == b"waits"
-        bound.stop_listening()
-    assert not list(short.iterdir())
-
-
-def test_there_is_a_socket_while_the_server_stops_listening(sockets, ipc, short):
-    """If there were none, a client would report that no server is running."""
-    with closing(bind(sockets(), ipc)) as bound, ThreadPoolExecutor(1) as executor:
-        done = threading.Event()
-        checks = executor.submit(lambda: [(short / "s").is_socket() for _ in iter(done.is_set, True)])
-        for _ in range(2000):
-            bound.stop_listening()
-            bound.listen()
-        done.set()
-        assert all(checks.result())
-
-
 KILLED = """
 import os, signal, sys, zmq
-from outrider.protocol.endpoints import bind
-bound = bind(zmq.Context().socket(zmq.ROUTER), sys.argv[1])
+from outrider.protocol.endpoints import BoundSocket
+bound = BoundSocket(zmq.Context().socket(zmq.ROUTER), sys.argv[1])
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -195,7 +166,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_socket_of_a_killed_server_is_taken_over(sockets, ipc, short, run_until_killed):
     run_until_killed(KILLED, ipc)
     assert {path.name for path in short.iterdir()} == {"s", "s.lock"}
-    with closing(bind(sockets(), ipc)):
+    with closing(BoundSocket(sockets(), ipc)):
         pass
     assert not list(short.iterdir())
 
@@ -244,27 +215,27 @@ def test_live_socket_of_another_program_is_not_taken_over(sockets, ipc, short):
         other.bind(str(short / "s"))
         other.listen()
         with pytest.raises(EndpointError, match="already served"):
-            bind(sockets(), ipc)
+            BoundSocket(sockets(), ipc)
     assert [path.name for path in short.iterdir()] == ["s"]
 
 
 def test_file_that_is_not_a_socket_is_never_replaced(sockets, ipc, short):
     (short / "s").write_text("thesis")
     with pytest.raises(EndpointError, match="exists and is not a socket"):
-        bind(sockets(), ipc)
+        BoundSocket(sockets(), ipc)
     assert (short / "s").read_text() == "thesis" and len(list(short.iterdir())) == 1
 
 
 def test_missing_or_forbidden_directory_is_an_endpoint_error(sockets, ipc, short, monkeypatch):
     with pytest.raises(EndpointError, match="No such file or directory; choose a directory"):
-        bind(sockets(), f"{ipc}/none/x")
+        BoundSocket(sockets(), f"{ipc}/none/x")
 
     def forbidden(*_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(socket_files.os, "open", forbidden)
     with pytest.raises(EndpointError, match="Permission denied; choose a directory"):
-        bind(sockets(), ipc)
+        BoundSocket(sockets(), ipc)
 
 
 def test_bind_refused_by_zeromq_is_an_error_and_leaves_no_file(ipc, short):
@@ -277,7 +248,7 @@ def test_bind_refused_by_zeromq_is_an_error_and_leaves_no_file(ipc, short):
 
     for endpoint in ("tcp://127.0.0.1:80", ipc):
         with pytest.raises(EndpointError, match="no permission"):
-            bind(Refusing(), endpoint)
+            BoundSocket(Refusing(), endpoint)
     assert not list(short.iterdir())
 
 
@@ -310,7 +281,7 @@ def test_name_with_ipv6_addresses_only_is_connected_by_ipv6(sockets, monkeypatch
 def test_oversized_frame_is_dropped_and_other_clients_continue(sockets, ipc, monkeypatch):
     monkeypatch.setattr(endpoints, "MAX_FRAME_BYTES", 1000)
     server, excessive, valid = sockets(), sockets(zmq.DEALER), sockets(zmq.DEALER)
-    with closing(bind(server, ipc)) as bound:
+    with closing(BoundSocket(server, ipc)) as bound:
         connect(excessive, bound.endpoint)
         excessive.send(b"x" * 1001)
         connect(valid, bound.endpoint)
@@ -323,7 +294,10 @@ def test_socket_for_other_machines_keeps_its_shorter_handshake(sockets):
     server, client, plain_server = sockets(), sockets(zmq.DEALER), sockets()
     endpoints.set_remote_options(server)
     endpoints.set_remote_options(client)
-    with closing(bind(server, "tcp://127.0.0.1:0")) as bound, closing(bind(plain_server, "tcp://127.0.0.1:0")):
+    with (
+        closing(BoundSocket(server, "tcp://127.0.0.1:0")) as bound,
+        closing(BoundSocket(plain_server, "tcp://127.0.0.1:0")),
+    ):
         connect(client, bound.endpoint)
         assert server.handshake_ivl == client.handshake_ivl == endpoints.HEARTBEAT_TIMEOUT_MS
         assert plain_server.handshake_ivl == endpoints.HANDSHAKE_TIMEOUT_MS
@@ -332,7 +306,7 @@ def test_socket_for_other_machines_keeps_its_shorter_handshake(sockets):
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
 def test_descriptor_that_now_belongs_to_a_file_is_left_alone(sockets, tmp_path):
     """A connection may end before the server closes it, and a file may have its descriptor by then."""
-    bound = bind(sockets(), "tcp://127.0.0.1:0")
+    bound = BoundSocket(sockets(), "tcp://127.0.0.1:0")
     with closing(bound), open(tmp_path / "file", "w") as file:
         before = len(os.listdir("/proc/self/fd"))
         bound.close_connection(file.fileno())

@@ -19,7 +19,7 @@ from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, heartbeat_id, routing_id
 
 WAIT_MS = 200_000
-HELLO = Hello("draft", "studio", 7, 1, "mlx", "m", 10, 100, 1, 1)
+HELLO = Hello("draft", "studio", 1, "mlx", "m", 10, 100, 1, 1, incarnation=7)
 
 
 class Orchestrator:

@@ -39,7 +39,7 @@ class RunningServer:
 def serving(endpoint: str, model: Path, folder: Path, **settings: object) -> Iterator[RunningServer]:
     """Serves HTTP for a running cluster, whose clients' endpoint is `endpoint`."""
     listener = HttpListener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
-    process = listener.serve(endpoint, find_model(str(model)), folder, "warning")
+    process = HttpProcess(listener, endpoint, find_model(str(model)), folder, "warning")
     try:
         wait_until_up(listener.url, process)
         yield RunningServer(listener.url, Client(endpoint), process)

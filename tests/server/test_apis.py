@@ -768,13 +768,13 @@ def test_lost_http_process_is_restarted_on_the_same_port(chat: RunningServer, mo
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded(chat: RunningServer) -> None:
-    with pytest.raises(EndpointError, match="the port is in use; choose another with --port, or --no-http"):
+    with pytest.raises(EndpointError, match=r"the port is in use; .* choose another port .*--no-http"):
         HttpListener(HttpSettings(port=int(chat.url.rpartition(":")[2])))
 
 
 @pytest.mark.parametrize("host", ["a..b", "nosuchhost.invalid"])
 def test_an_unknown_host_is_refused_in_plain_words(host: str) -> None:
-    with pytest.raises(EndpointError, match=r"expected an address of this machine \(--host\)") as raised:
+    with pytest.raises(EndpointError, match=r"the host can't be found; check its name \(--host") as raised:
         HttpListener(HttpSettings(host=host, api_keys=("key",)))
     assert "[Errno" not in str(raised.value)
 
@@ -788,5 +788,5 @@ def test_ipv6_address_on_a_host_without_ipv6_is_an_endpoint_error(monkeypatch: p
         return made(family, *rest, **options)
 
     monkeypatch.setattr(socket, "socket", refuse)
-    with pytest.raises(EndpointError, match="expected an address of this machine"):
+    with pytest.raises(EndpointError, match=r"Address family not supported by protocol \(--host"):
         HttpListener(HttpSettings(host="::1", port=0))

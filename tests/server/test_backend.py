@@ -130,7 +130,7 @@ def test_server_is_ready_once_its_requests_begin_at_once(states: tuple[str, str]
     class Backend(UnreachableClient):
         async def stats(self) -> Stats:
             workers = [
-                WorkerStats(role, role, state, 1, "", "", 1, 1, 1, 1, "")
+                WorkerStats(role, role, 1, "", "", 1, 1, 1, 1, state=state)
                 for role, state in zip(ROLES, states, strict=True)
             ]
             return Stats("", "0", tuple(workers), 0, 0, 0, 0, Timings(), 0, 0)

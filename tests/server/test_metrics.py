@@ -174,7 +174,7 @@ def test_process_metrics_cover_all_processes_of_the_server(pair: RunningServer) 
 
 def test_remote_worker_has_no_process_metrics() -> None:
     """Its process id may be that of an unrelated process here."""
-    remote = WorkerStats("draft", "far", "ready", 1, "mlx", "m", 1, 1, 1, 1, "")
+    remote = WorkerStats("draft", "far", 1, "mlx", "m", 1, 1, 1, 1, state="ready")
     stats = Stats("", "0", (remote,), 0, 0, 0, 0, Timings(), 0, 0)
     for family in process_metrics(stats):
         assert {sample.labels["process"] for sample in family.samples} == {"http", "orchestrator"}

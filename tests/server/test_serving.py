@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import os
+import platform
 
 import pytest
 
-from outrider.orchestrator.machine.http_process import GLIBC_CONFSTR, LARGE_PAGES_ENV, large_pages_env
+from outrider.orchestrator.machine.http_process import LARGE_PAGES_ENV, large_pages_env
 
 
 @pytest.mark.parametrize(
-    ("system", "asked"),
+    ("library", "asked"),
     [
-        ("glibc 2.35", LARGE_PAGES_ENV),
-        ("glibc 2.41.9000", LARGE_PAGES_ENV),
-        ("glibc 2.34", {}),
-        (None, {}),
-        ("musl 3.0", {}),
+        (("glibc", "2.35"), LARGE_PAGES_ENV),
+        (("glibc", "2.41.9000"), LARGE_PAGES_ENV),
+        (("glibc", "2.34"), {}),
+        (("", ""), {}),
+        (("musl", "3.0"), {}),
     ],
 )
 def test_large_pages_are_enabled_only_with_a_recent_glibc(
-    system: str | None, asked: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    library: tuple[str, str], asked: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "confstr_names", {GLIBC_CONFSTR: 2})
-    monkeypatch.setattr(os, "confstr", lambda _: system)
+    monkeypatch.setattr(platform, "libc_ver", lambda: library)
     assert large_pages_env() == asked
-
-
-def test_large_pages_are_off_when_the_c_library_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "confstr_names", {})
-    assert large_pages_env() == {}

@@ -25,7 +25,7 @@ from outrider.protocol.messages import (
 )
 
 PACE_SECONDS = 0.008
-TARGET = WorkerStats("target", "target-0", "ready", 0, "none", "none", 1, 1, 0, 0, "")
+TARGET = WorkerStats("target", "target-0", 0, "none", "none", 1, 1, 0, 0, state="ready")
 
 
 class ClockServer(threading.Thread):

@@ -49,7 +49,7 @@ def run_site(cluster: LocalCluster, model: ModelFiles, **settings: object) -> It
     """
     listener = HttpListener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
     with TemporaryDirectory() as folder:
-        process = listener.serve(cluster.endpoint, model, Path(folder), "warning")
+        process = HttpProcess(listener, cluster.endpoint, model, Path(folder), "warning")
 
         def is_alive() -> bool:
             process.check()

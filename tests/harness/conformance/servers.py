@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.machine.http_process import HttpListener
+from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.pairing.model_files import TINY_DRAFT, TINY_TARGET, find_model
 from tests.harness.conformance.case import Servers
 from tests.harness.conformance.http_client import Server
@@ -25,7 +25,7 @@ def serve_pair(target: Path, draft: Path, names: tuple[str, ...] = ()) -> Iterat
         cluster = stack.enter_context(LocalCluster(model=target, draft_model=draft))
         listener = HttpListener(HttpSettings(port=0, model_names=names))
         stack.callback(listener.close)
-        process = listener.serve(cluster.endpoint, find_model(str(target)), folder, "warning")
+        process = HttpProcess(listener, cluster.endpoint, find_model(str(target)), folder, "warning")
         stack.callback(process.close)
         yield listener.url
 

@@ -60,7 +60,7 @@ class InstantCore:
 
     def __init__(self, inbox: Mailbox[ToCore], outbox: Mailbox[ToFront]) -> None:
         self._inbox, self._outbox = inbox, outbox
-        target = WorkerStats("target", "target-0", "ready", 1, "", "", VOCABULARY, 8192, 1, 1, "")
+        target = WorkerStats("target", "target-0", 1, "", "", VOCABULARY, 8192, 1, 1, state="ready")
         outbox.put(WorkersChanged((target,)))
 
     def run(self) -> None:

@@ -45,7 +45,7 @@ class Peer:
         self.main, self.heartbeat = (_dealer(context, endpoint, identity) for identity in (main, heartbeat_id(main)))
 
     def hello(self, name: str = "") -> None:
-        self.send(Hello(self.role, name, self.incarnation, 1, "stand-in", "m", VOCABULARY, 1 << 20, 1, 1))
+        self.send(Hello(self.role, name, 1, "stand-in", "m", VOCABULARY, 1 << 20, 1, 1, incarnation=self.incarnation))
 
     def send(self, *messages: Message) -> None:
         self.main.send_multipart(encode_all(messages))

@@ -152,7 +152,7 @@ def _examples() -> list[Message]:
         Verify("r", 0, 1, 4, DraftTokens((7, 8))),
         Verify("r", 0, 1, 4, DraftTokens((7,), (), SparseQ(np.array([[7]], np.int32), np.ones((1, 1), np.float32)))),
         Verify("s", 0, 1, 3, Autonomous(20, InProcess(3))),
-        Verify("s", 0, 1, 3, DraftInProcess(InProcess(3), 20, (5, 6), (-1, -1))),
+        Verify("s", 0, 1, 3, DraftInProcess((5, 6), (-1, -1), draft=InProcess(3), max_tokens=20)),
         Prepare("r", 0, 1, 4, ((7, 9),), ((1, 2),)),
         Commit("r", 0, 0, 3, (), (), 3, 4),
         Commit("r", 0, 1, 4, (6,), (7, 8), 3, 4),

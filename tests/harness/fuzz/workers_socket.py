@@ -42,7 +42,7 @@ class Process:
 
     pid = 1
 
-    def exit_code(self) -> int | None:
+    def poll(self) -> int | None:
         return None
 
     def log_tail(self) -> str:

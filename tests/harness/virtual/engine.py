@@ -88,7 +88,7 @@ class VirtualEngine:
     def hello(self, name: str) -> Hello:
         """Returns the description of a worker. Drafters with the same model have the same number of parameters."""
         parameters = self._drafters[name].model if name in self._drafters else 0
-        return Hello("draft", name, 0, 0, "", "", 1 << 20, 0, parameters, 0)
+        return Hello("draft", name, 0, "", "", 1 << 20, 0, parameters, 0, incarnation=0)
 
     def drafters(self) -> set[str]:
         return set(self._drafters)
