@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 import zmq
@@ -30,7 +30,7 @@ from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.settings import ServeSettings, to_flags
+from outrider.orchestrator.settings import ServeSettings, Settings, to_flags
 from outrider.protocol.endpoints import Tcp, connect, find_client_keys, monitored_socket, receive_event
 from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
 from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, Keyring, parse_key
@@ -265,7 +265,7 @@ class PlacedEngine(EngineActor):
         own: dict[str, Any] = {"endpoint": here, "keyed": True, "keys": keyring.folder, "pin_cores": False}
         if drafts_elsewhere:
             own |= {"workers_endpoint": here, "draft_backend": "ngram", "draft_model": None, "draft_prefill": "mlx"}
-        self._cluster = LocalCluster(**{**asdict(settings), **own})
+        self._cluster = LocalCluster(**cast("Settings", {**asdict(settings), **own}))
         exit_after(self._cluster.wait, "the engine's server ended with code {}; it is replaced")
         if drafts_elsewhere:
             drafting = (settings, self._cluster.joining_endpoint, keyring)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from outrider.protocol import process, values
 from outrider.protocol.endpoints import is_local, parse_endpoint
@@ -312,6 +312,51 @@ class ServeSettings:
                 yield f"{name} {value} is for draft workers, but {cause} starts none; leave out one of them"
         if self.lacks_draft_model and self.draft_backend not in TARGET_HEADS:
             yield "colocate needs draft_model with model, or neither of them"
+
+
+class Settings(TypedDict, total=False):
+    """The fields of `ServeSettings` as keywords, in every accepted form; see `LocalCluster`."""
+
+    mode: str
+    num_draft_tokens: int | None
+    branches: int | None
+    model: str | os.PathLike[str] | None
+    draft_model: str | os.PathLike[str] | None
+    gguf_keep_precision: bool
+    draft_backend: str
+    head: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    head_in: str
+    drafters: int
+    draft_prefill: str | os.PathLike[str]
+    draft_device: str
+    colocate: bool
+    fan_out: str
+    branch_depth: str
+    ngrams: bool
+    ngram_table: str | os.PathLike[str] | None
+    trees: bool
+    threads: int | None
+    cpu_kernels: str
+    pin_cores: bool
+    shards: int
+    prefill_workers: int
+    prefill_from: int | None
+    prefill_backend: str
+    await_target: bool
+    worker_timeout: int
+    max_active: int | None
+    max_waiting: int
+    kv_memory: int | str | None
+    prompt_cache: bool
+    memory: bool
+    keys: str | os.PathLike[str] | None
+    trace: str | os.PathLike[str] | None
+    log_level: str
+    log_format: str
+    endpoint: str | None
+    workers_endpoint: str | None
+    advertise: bool
+    keyed: bool
 
 
 def describe_settings() -> str:

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from outrider.bench.comparison.runs import PromptRunner, Run, mode_runner, ratio, run_interleaved, summarize, total_rate
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
+from outrider.orchestrator.settings import Settings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.sampling import SamplingParams
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         script = write_model_and_script(folder, prompts, sampling)
         with TwoHosts() as hosts, ExitStack() as stack:
             check = stack.enter_context(simulated_machine(options.profile, script))
-            machine = {"model": folder, "mode": "ssd", "memory": False}
+            machine = Settings(model=folder, mode="ssd", memory=False)
             models = ["--model", str(folder), "--draft-model", str(folder)]
             near = stack.enter_context(_near_cluster(hosts, models, **machine))
             far = stack.enter_context(remote_cluster(hosts, models, **machine))
@@ -131,7 +132,7 @@ def _parse_shape(text: str) -> LinkShape:
 
 
 @contextmanager
-def _near_cluster(hosts: TwoHosts, options: Sequence[str], **settings: Any) -> Iterator[Client]:
+def _near_cluster(hosts: TwoHosts, options: Sequence[str], **settings: Unpack[Settings]) -> Iterator[Client]:
     """Runs the cluster of `remote_cluster` with its drafter on this host."""
     settings["draft_backend"] = "ngram"
     with hosts.here.entered():

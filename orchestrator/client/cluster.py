@@ -13,12 +13,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import Failure, ServerReady, Stage, read_announcement
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.settings import ServeSettings, describe_settings, to_flags
+from outrider.orchestrator.settings import ServeSettings, Settings, describe_settings, to_flags
 from outrider.protocol import values
 from outrider.protocol.errors import ServerStopped, WorkerError, make_error
 
@@ -40,11 +40,10 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
         OutriderError: the cluster can't start; the class and message say why.
     """
 
-    def __init__(self, *, progress: Callable[[str], None] | None = None, **settings: Any) -> None:
-        known = ServeSettings.__dataclass_fields__.keys()
-        if not settings.keys() <= known:
-            raise values.unknown_keyword_error("LocalCluster", settings, (*known, "progress"))
-        checked = ServeSettings(**settings)
+    def __init__(self, *, progress: Callable[[str], None] | None = None, **settings: Unpack[Settings]) -> None:
+        if not settings.keys() <= Settings.__annotations__.keys():
+            raise values.unknown_keyword_error("LocalCluster", settings, (*Settings.__annotations__, "progress"))
+        checked = ServeSettings(**cast("dict[str, Any]", settings))
         self._models = " and ".join(filter(None, (checked.model, checked.draft_model))) or "the default model"
         self._owner = os.getpid()
         self._shutdown_lock = threading.RLock()

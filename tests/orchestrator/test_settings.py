@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 
 from outrider.orchestrator.cli import Parser, flags, serve
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.settings import ServeSettings, Settings
 from outrider.orchestrator.settings import to_flags as as_flags
 from outrider.protocol.errors import InvalidRequest
 
@@ -94,7 +95,9 @@ def test_settings_convert_paths_texts_and_numpy_values():
     assert all(type(getattr(converted, f.name)) is type(getattr(plain, f.name)) for f in fields(converted))
 
 
-def test_keywords_of_a_local_cluster_are_documented():
+def test_local_cluster_keywords_match_settings_and_are_documented():
+    keywords, known = get_type_hints(Settings), [field.name for field in fields(ServeSettings)]
+    assert list(keywords) == known, f"Settings must have these, in this order: {keywords.keys() ^ set(known) or known}"
     documentation = LocalCluster.__doc__ or ""
     assert not [field.name for field in fields(ServeSettings) if f"`{field.name}`" not in documentation]
 

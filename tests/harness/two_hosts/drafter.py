@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.settings import Settings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.keys import DRAFTER, SERVER, AllowedKey, Keyring
 from tests.harness.two_hosts.hosts import ADDRESS, TwoHosts
@@ -28,14 +29,14 @@ POLL_S = 0.05
 
 
 @contextmanager
-def remote_cluster(hosts: TwoHosts, options: Sequence[str] = (), **settings: Any) -> Iterator[Client]:
+def remote_cluster(hosts: TwoHosts, options: Sequence[str] = (), **settings: Unpack[Settings]) -> Iterator[Client]:
     """Runs a cluster on one host with its only drafter, `NAME`, on the other. `options`: flags of the drafter."""
     endpoint = f"tcp://{_ADDRESS_AND_PORT}"
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
         Keyring(theirs).allow(AllowedKey(SERVER, Keyring(ours).make().public, _ADDRESS_AND_PORT))
         Keyring(ours).allow(AllowedKey(DRAFTER, Keyring(theirs).make().public, NAME))
-        settings |= {"draft_backend": "ngram", "workers_endpoint": endpoint, "keys": ours}
+        settings |= Settings(draft_backend="ngram", workers_endpoint=endpoint, keys=ours)
         with hosts.here.entered():
             cluster = LocalCluster(**settings)
         with cluster:
