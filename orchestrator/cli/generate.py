@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider.orchestrator.cli import flags, terminal
+from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.client import BaseClient, Client, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.dialogue import EMPTY_PROMPT, GenerationResult, Prompt, generate_message, pluralize
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pairing.chat_template import Message, chat_template
+from outrider.orchestrator.pairing.chat_template import Message
 from outrider.orchestrator.pairing.model_files import default_model, find_model, is_on_disk
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.settings import ServeSettings, flag_of
@@ -137,8 +137,7 @@ def run(options: argparse.Namespace) -> int:
     request = request_of(options, prompt)
     result = generate(options, request, screen, show_text=not options.json)
     if options.json:
-        templated = request.chat_template and _has_template(options, result.model)
-        print(json.dumps(as_json(result, request, prompt, templated), ensure_ascii=not terminal.can_write_unicode()))
+        print(json.dumps(as_json(result, request, prompt)))
     else:
         say(result.summary())
         if result.finish_reason == "length":
@@ -308,14 +307,6 @@ def _use_default_model(options: argparse.Namespace) -> str:
     return str(options.model)
 
 
-def _has_template(options: argparse.Namespace, model: str) -> bool:
-    """Returns whether the model has a chat template; True for a model that only another machine has."""
-    if options.connect is not None and not is_on_disk(model):
-        return True
-    files = find_model(model, weights=False, keep_precision=bool(options.gguf_keep_precision))
-    return chat_template(files.folder) is not None
-
-
 def read_prompt(given: str) -> str:
     if given != "-":
         return given
@@ -327,16 +318,14 @@ def read_prompt(given: str) -> str:
     return text
 
 
-def as_json(
-    result: GenerationResult, request: Generate, prompt: str | tuple[Message, ...], templated: bool
-) -> dict[str, Any]:
+def as_json(result: GenerationResult, request: Generate, prompt: str | tuple[Message, ...]) -> dict[str, Any]:
     """Returns the result under llama.cpp's names, with everything that `verify` needs."""
     sampling = dataclasses.asdict(request.sampling)
     del sampling["seed"]  # None for a seed that the server chose; `seed` below is the one in use
     return {
         **{name: getattr(result, name) for name in JSON_FIELDS},
         "prompt": prompt,
-        "chat_template": templated,
+        "chat_template": request.chat_template,
         "sampling": sampling,
         "timings": {name: getattr(result.timings, name) for name in JSON_TIMINGS},
         **({} if result.logprobs is None else {"logprobs": [dataclasses.asdict(one) for one in result.logprobs]}),

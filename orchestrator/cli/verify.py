@@ -185,7 +185,7 @@ def _generate_output(options: argparse.Namespace, screen: Screen) -> dict[str, A
     prompt = prompt_of(options)
     request = request_of(options, prompt)
     request.sampling.require_coupled()
-    return as_json(generate(options, request, screen, show_text=False), request, prompt, request.chat_template)
+    return as_json(generate(options, request, screen, show_text=False), request, prompt)
 
 
 def _read_output(options: argparse.Namespace) -> dict[str, Any]:

@@ -84,8 +84,7 @@ def talk(server, monkeypatch, capsys):
 
 @pytest.fixture
 def with_template(monkeypatch):
-    for user in ("pairing.tokenizer", "cli.generate"):
-        monkeypatch.setattr(f"outrider.orchestrator.{user}.chat_template", lambda folder: TEMPLATE)
+    monkeypatch.setattr("outrider.orchestrator.pairing.tokenizer.chat_template", lambda folder: TEMPLATE)
 
 
 def prompts(server):
