@@ -15,9 +15,8 @@ from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import MODELS_ONLY, child_environment, python
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.model_files import (
-    DEFAULT_MODEL,
-    MODEL_VARIABLE,
     TINY,
+    default_model,
     find_model,
     is_on_disk,
     tiny_pair,
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _find_default_draft() -> Path:
     """Returns the default model's draft; if the default would have to be downloaded, the tiny one, if there is one."""
-    model = os.environ.get(MODEL_VARIABLE) or DEFAULT_MODEL
+    model = default_model()
     if is_on_disk(TINY) and not is_on_disk(model):
         return Path(tiny_pair()[1])
     if (draft := choose_pair(ServeSettings()).draft) is None:
