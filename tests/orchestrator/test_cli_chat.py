@@ -20,7 +20,7 @@ import pytest
 from msgspec.structs import replace
 
 from outrider.orchestrator.cli import chat, main
-from outrider.orchestrator.cli.chat import ORIGINS, RESET_COLOUR, UserInput, parse_entry
+from outrider.orchestrator.cli.chat import ORIGINS, RESET_COLOUR
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -32,7 +32,7 @@ from outrider.orchestrator.events import (
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.chat_template import render_template
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
-from outrider.protocol.errors import InvalidRequest, PromptTooLong, ServerStopped, WorkerError
+from outrider.protocol.errors import InvalidRequest, PromptTooLong, WorkerError
 from outrider.protocol.messages import Failed, Progress, Timings
 from outrider.protocol.schema import Origin
 from outrider.protocol.stats import Report
@@ -43,20 +43,11 @@ TEMPLATE = (
 )
 
 
-CTRL_C = "^C"
-
-
 class Terminal(io.StringIO):
-    """The stdin of a terminal. The line `CTRL_C` is an interrupt."""
+    """The stdin of a terminal."""
 
     def isatty(self) -> bool:
         return True
-
-    def readline(self, size: int | None = -1, /) -> str:
-        line = super().readline() if size is None else super().readline(size)
-        if line.strip() == CTRL_C:
-            raise KeyboardInterrupt
-        return line
 
 
 @pytest.fixture
@@ -355,7 +346,7 @@ def test_multiline_messages_are_sent_and_kept_in_the_history(server, tmp_path):
         session.expect(READY)
         session.send_message(b"\x1b[200~def f():\r\n    a\n/undo\n\x1b[201~")
         assert b"The conversation is cleared." in session.send_message(b"/cl\t")
-        session.send_message(b'"""\r/clear\r\rx\r"""')
+        session.send_message(b"/clear\x1b\r\x1b\rx")
         session.send_message(b"/clear")
         session.send_message(b"one\\\rtwo\x1b\rthree")
         assert session.quit() == 0
@@ -386,22 +377,6 @@ def test_piped_lines_are_sent_verbatim(server, talk):
     server.core.on_admit = generates(server.codec, "yes")
     talk('"""', "one\\", is_terminal=False)
     assert prompts(server) == ['<|endoftext|>"""', '<|endoftext|>"""yes\none\\']
-
-
-@pytest.mark.parametrize(
-    ("typed", "text", "command"),
-    [
-        ("/undo", "/undo", True),
-        (" /undo", " /undo", False),
-        ("/a\n/b", "/a\n/b", False),
-        ('"""/undo"""', "/undo", False),
-        ('"""\nx\n"""', "x", False),
-        ('"""', '"""', False),
-        ('"""Doc."""\nimport os', '"""Doc."""\nimport os', False),
-    ],
-)
-def test_quoted_block_is_text_and_not_a_command(typed, text, command):
-    assert parse_entry(typed) == UserInput(text, command)
 
 
 def test_full_context_is_reported_and_drops_the_oldest_message(server, talk, with_template):
@@ -453,56 +428,17 @@ def test_undo_prints_the_removed_message(server, talk):
     assert "Removed with its answer: first " + "word " * 10 in talk("first " + "word " * 50, "/undo")[2]
 
 
-class DyingClient:
-    """A client of a server that dies at each request."""
+def test_conversation_can_be_saved_after_the_server_has_stopped(server, talk, with_template, tmp_path):
+    def on_admit(admit):
+        if len(prompts(server)) == 1:
+            return generates(server.codec, "yes")(admit)
+        return [RequestBegan(admit.request, "ssd"), Failed(admit.request, "ServerStopped", "the server died")]
 
-    def ask(self, *_, **__):
-        raise ServerStopped("the server died (signal 9)")
-
-
-@pytest.fixture
-def chat_with_own_servers(server, monkeypatch, capsys):
-    """Returns a function that runs a chat with these lines as input, whose first `dead` servers die.
-
-    It returns the exit code, stdout and stderr.
-    """
-
-    def call(*lines, dead, is_terminal=True):
-        clients = iter([*(DyingClient() for _ in range(dead)), server.client()])
-
-        @contextmanager
-        def open_next_client(options, screen):
-            yield next(clients)
-
-        monkeypatch.setattr(chat, "open_client", open_next_client)
-        given = "".join(f"{line}\n" for line in lines)
-        monkeypatch.setattr("sys.stdin", Terminal(given) if is_terminal else io.StringIO(given))
-        code = main(["chat"])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-def test_dead_server_is_restarted_if_the_user_agrees(server, chat_with_own_servers, with_template):
-    server.core.on_admit = generates(server.codec, "yes")
-    code, out, err = chat_with_own_servers("one", "", "y", "two", dead=2)
-    assert code == 0 and out.count("yes") == 2 and err.count("Start the server again and continue? [Y/n]") == 2
-    assert prompts(server) == [format_prompt("one"), format_prompt("one", "yes", "two")]
-    assert err.count("/help lists") == 1
-
-
-@pytest.mark.parametrize("answer", [("n",), (), (CTRL_C,)], ids=["no", "ctrl-d", "ctrl-c"])
-def test_dead_server_ends_the_chat_unless_a_restart_is_accepted(server, chat_with_own_servers, answer):
-    code, _, err = chat_with_own_servers("one", *answer, dead=1)
-    assert code == WorkerError.exit_code and err.count("the server died (signal 9)") == 1 and not server.core.received
-    assert err.endswith("Start the server again and continue? [Y/n] " + ("" if answer == ("n",) else "\n"))
-
-
-def test_dead_server_ends_the_chat_without_a_terminal(server, chat_with_own_servers):
-    code, _, err = chat_with_own_servers("one", dead=1, is_terminal=False)
-    assert code == WorkerError.exit_code and err.endswith("outrider chat: the server died (signal 9)\n")
-    assert "[Y/n]" not in err and not server.core.received
+    server.core.on_admit = on_admit
+    file = tmp_path / "talk.json"
+    code, _, err = talk("one", "two", f"/save {file}")
+    assert code == 0 and "the server died" in err
+    assert [message["content"] for message in json.loads(file.read_text())] == ["one", "yes"]
 
 
 def test_only_text_goes_to_stdout(server, talk):
