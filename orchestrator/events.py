@@ -58,16 +58,6 @@ class KVBudget:
         """Returns a worker's part in bytes, given its own `cost`, in proportion to a text of this many tokens."""
         return min(self.limit * cost.of(tokens) // max(self.cost.of(tokens), 1), MAX_SERIAL)
 
-    def explain_shortage(self, context: int, name: str) -> str:
-        """Returns why a text that fills the context of model `name` doesn't fit; empty if it does."""
-        needed = self.cost.of(context)
-        if needed <= self.limit:
-            return ""
-        return (
-            f"kv_memory is {in_units(self.limit)}, and one text of {context} tokens, the context of {name}, takes"
-            f" {in_units(needed)} in all workers; expected at least that, or no kv_memory, to use what the machine has"
-        )
-
 
 def kv_budget(limit: int | None, workers: Iterable[WorkerStats], memory: int) -> KVBudget:
     """Returns the budget of the workers that are in use or restarting.
