@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
     screen = Screen()
     output = _parse_output(_read_output(options) if options.json_file else _generate_output(options, screen), options)
     output.sampling.require_coupled()
-    model = find_model(output.model, keep_precision=bool(options.gguf_keep_precision))
+    model = find_model(output.model)
     codec = load_codec(model, template=output.chat_template)
     tokens = codec.encode_prompt(output.prompt)
     if len(tokens) != output.prompt_tokens:

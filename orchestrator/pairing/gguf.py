@@ -36,7 +36,7 @@ MlxTensor: TypeAlias = "dict[str, NDArray[Any]]"
 
 Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 keep their exact numbers. Q4_K and Q5_K keep their levels; the scale and minimum of a
 group, products of two numbers in the file, are rounded to half precision. Other block types have no such form (groups
-of 16, curves): they are quantised again, with two bits more than they had, or kept in half precision.
+of 16, curves): they are quantised again, with two bits more than they had.
 """
 
 _Unpacked = tuple[Bytes, Floats, Floats]
@@ -247,11 +247,9 @@ def _describe(value: Value) -> str:
     return f"the text {value[:40]!r}" if isinstance(value, str) else repr(value)
 
 
-def mlx_bits(kind: str, keep_precision: bool) -> int | None:
+def mlx_bits(kind: str) -> int | None:
     """Returns the number of bits in which MLX stores a tensor of this type; None: not quantised."""
-    if kind in _MLX_KINDS:
-        return _MLX_KINDS[kind][0]
-    return None if keep_precision or kind in UNQUANTIZED_KINDS else _REQUANTIZED_BITS.get(kind)
+    return _MLX_KINDS[kind][0] if kind in _MLX_KINDS else _REQUANTIZED_BITS.get(kind)
 
 
 def convert_tensor(file: GgufFile, name: str, bits: int | None, dtype: str) -> MlxTensor:

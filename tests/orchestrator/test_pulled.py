@@ -202,9 +202,8 @@ def test_default_model_is_downloaded(downloaded):
     assert chosen.settings.draft_backend == "ngram"
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_default_model_is_converted_once_and_as_asked(downloaded, tmp_path, kept):
-    chosen = choose_pair(ServeSettings(gguf_keep_precision=kept))
+def test_default_model_is_converted_once(downloaded):
+    chosen = choose_pair(ServeSettings())
     assert [one for one in chosen.target.folder.parent.iterdir() if one.is_dir()] == [chosen.target.folder]
 
 
