@@ -75,7 +75,7 @@ class Front:
         while self._running:
             if self._clients.monitor in dict(poller.poll()):
                 self._clients.update_connections()
-            for event in events.merge_commits(self._queues.events.take()):
+            for event in list(self._queues.events.take()):  # those put meanwhile wait for the next turn
                 self._on_event(event)
             for received in self._clients.receive(MESSAGES_PER_TURN):
                 self._on_message(received)
