@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.client import BaseClient, Client, Resumed
@@ -35,13 +37,6 @@ FAILOVER_SECONDS = 1.0
 REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level", "log_format", "keys")
 """Cluster settings that also concern a request to a running server."""
 
-JSON_FIELDS = (
-    "text", "token_ids", "prompt_tokens", "finish_reason", "mode", "seed", "model", "draft_model",
-)  # fmt: skip
-JSON_TIMINGS = (
-    "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
-    "draft_n", "draft_n_accepted", "draft_rounds", "cache_hits", "cache_misses",
-)  # fmt: skip
 COMMON = (
     "--prompt", "--chat", "--system-prompt", "--json", "--connect", "--model", "--draft-model", "--mode",
     "--max-tokens", "--temp", "--seed", "--stop", "--json-schema",
@@ -309,16 +304,15 @@ def read_prompt(given: str) -> str:
 
 
 def as_json(result: GenerationResult, request: Generate, prompt: str | tuple[Message, ...]) -> dict[str, Any]:
-    """Returns the result under llama.cpp's names, with everything that `verify` needs."""
+    """Returns the result, its timings under llama.cpp's names, and everything that `verify` needs."""
     sampling = dataclasses.asdict(request.sampling)
     del sampling["seed"]  # None for a seed that the server chose; `seed` below is the one in use
     return {
-        **{name: getattr(result, name) for name in JSON_FIELDS},
+        **dataclasses.asdict(result),
+        "timings": structs.asdict(result.timings),
         "prompt": prompt,
         "chat_template": request.chat_template,
         "sampling": sampling,
-        "timings": {name: getattr(result.timings, name) for name in JSON_TIMINGS},
-        **({} if result.logprobs is None else {"logprobs": [dataclasses.asdict(one) for one in result.logprobs]}),
     }
 
 
