@@ -36,7 +36,7 @@ from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, plura
 from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.orchestrator.pairing.tokenizer import read_default_sampling
 from outrider.protocol.digest import user_folder
-from outrider.protocol.errors import InvalidRequest, OutriderError, PromptTooLong
+from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 
@@ -232,7 +232,6 @@ class Chat:
         self._sampling = SamplingParams(**{**read_default_sampling(self._codec.model.folder), **given})
         self._screen = Screen()
         self._interactive = sys.stdin.isatty()
-        self._context: int | None = None
 
     def run(self) -> int:
         """Runs turns until one of `QUIT_COMMANDS` or the end of input."""
@@ -311,38 +310,25 @@ class Chat:
     def _print_answer(self, texts: list[str]) -> str:
         """Prints the answer, appends its pieces to `texts`, and returns the status line."""
         codec, sampling = self._codec, self._sampling
-        while True:
-            tokens = self._fit_context()
-            painter = Painter(TextStream(codec.spelling, tokens, sampling.stop, codec.end_tokens(sampling)))
-            stream = self._client.ask(request_with(self._options, tokens, sampling), reading_progress(self._screen))
-            try:
-                for chunk in stream:
-                    self._screen.clear()
-                    texts += [chunk.text] if chunk.text else []
-                    print(painter.paint_chunk(chunk), end="", flush=True)
-                break
-            except PromptTooLong:
-                if not self._drop_oldest():
-                    raise
-        result = stream.result
-        if result.finish_reason == "length" and len(result.token_ids) < sampling.max_tokens:
-            self._context = result.prompt_tokens + len(result.token_ids)
-        status = format_summary(result, sampling.max_tokens)
+        tokens = self._fit_context()
+        painter = Painter(TextStream(codec.spelling, tokens, sampling.stop, codec.end_tokens(sampling)))
+        stream = self._client.ask(request_with(self._options, tokens, sampling), reading_progress(self._screen))
+        for chunk in stream:
+            self._screen.clear()
+            texts += [chunk.text] if chunk.text else []
+            print(painter.paint_chunk(chunk), end="", flush=True)
+        status = format_summary(stream.result, sampling.max_tokens)
         return f"{status}\n {format_legend(painter.counts)}" if painter.counts else status
 
     def _fit_context(self) -> tuple[int, ...]:
-        """Returns the conversation's tokens. Once the context was full, drops messages to leave room for an answer."""
+        """Returns the conversation's tokens; removes its oldest messages while they leave no room for an answer."""
+        context = self._codec.model.context_length
+        room = min(self._sampling.max_tokens, context // 2)
         while True:
             tokens = self._codec.encode_prompt(self._conversation.messages)
-            room = 0 if self._context is None else min(self._sampling.max_tokens, self._context // 2)
-            if self._context is None or len(tokens) + room <= self._context or not self._drop_oldest():
+            if len(tokens) + room <= context or (removed := self._conversation.drop_oldest()) is None:
                 return tokens
-
-    def _drop_oldest(self) -> bool:
-        """Removes the oldest message and its answer; returns False if only the newest message is left."""
-        if (removed := self._conversation.drop_oldest()) is not None:
             say(f"Note: the context is full; your oldest message and its answer were removed: {_shorten(removed)}")
-        return removed is not None
 
 
 def _shorten(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import os
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import termios
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -31,8 +30,8 @@ from outrider.orchestrator.events import (
 )
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.chat_template import render_template
-from outrider.orchestrator.pairing.model_files import TINY_TARGET
-from outrider.protocol.errors import InvalidRequest, PromptTooLong, WorkerError
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
+from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import Failed, Progress, Timings
 from outrider.protocol.schema import Origin
 from outrider.protocol.stats import Report
@@ -379,13 +378,10 @@ def test_piped_lines_are_sent_verbatim(server, talk):
     assert prompts(server) == ['<|endoftext|>"""', '<|endoftext|>"""yes\none\\']
 
 
-def test_full_context_is_reported_and_drops_the_oldest_message(server, talk, with_template):
+def test_answer_cut_at_the_end_of_the_context_is_marked(server, talk):
     server.core.on_admit = generates(server.codec, "yes", "length")
-    code, _, err = talk("one", "two", "/clear", "three")
-    assert code == 0
-    assert prompts(server) == [format_prompt("one"), format_prompt("two"), format_prompt("three")]
-    assert err.count("[cut off because the context is full (") == 3 and "--max-tokens" not in err
-    assert "oldest message and its answer were removed: one" in err
+    err = talk("one")[2]
+    assert "[cut off because the context is full (" in err and "--max-tokens" not in err
 
 
 def test_too_long_conversation_continues_without_its_beginning(server, talk, with_template):
@@ -398,23 +394,16 @@ def test_too_long_conversation_continues_without_its_beginning(server, talk, wit
     assert prompts(server)[-1].endswith("<user>short\n<a>")
 
 
-def test_any_number_of_messages_is_dropped_from_a_too_long_conversation(
-    server, talk, with_template, monkeypatch, tmp_path
-):
-    depths = []
-
-    class Full:
-        def ask(self, *_, **__):
-            depths.append(len(inspect.stack(0)))
-            raise PromptTooLong("too long")
-            yield
-
-    monkeypatch.setattr(chat, "open_client", lambda *_: nullcontext(Full()))
-    turns = [{"role": role, "content": "x"} for _ in range(3) for role in ("user", "assistant")]
+def test_messages_are_removed_until_there_is_room_for_an_answer(server, talk, with_template, tmp_path):
+    server.core.on_admit = generates(server.codec, "yes")
+    turns = [{"role": role, "content": "x " * 200} for _ in range(4) for role in ("user", "assistant")]
     (tmp_path / "chat.json").write_text(json.dumps(turns))
-    _, _, err = talk("y", flags=("--chat", str(tmp_path / "chat.json")))
-    assert err.count("oldest message and its answer were removed: x") == 3
-    assert len(depths) == 4 and len(set(depths)) == 1, "no call within a call for each message"
+    _, _, err = talk("y", flags=("--chat", str(tmp_path / "chat.json"), "--max-tokens", "400"))
+    left = 4 - err.count("oldest message and its answer were removed: x x")
+    (admit,) = [event for event in server.core.received if isinstance(event, Admit)]
+    assert prompts(server) == [format_prompt(*["x " * 200] * 2 * left, "y")]
+    context = find_model(str(TINY_TARGET)).context_length
+    assert 1 <= left < 4 and len(admit.tokens) + 400 <= context and admit.sampling.max_tokens == 400
 
 
 def test_answer_cut_at_max_tokens_is_marked(server, talk):
