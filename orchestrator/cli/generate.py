@@ -7,7 +7,7 @@ import dataclasses
 import json
 import stat
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,16 @@ def as_chat(found: object, name: str) -> tuple[Message, ...]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_generation_flags(parser)
+    given = parser.add_mutually_exclusive_group()
+    text = "the text to complete; - reads it from stdin"
+    given.add_argument("prompt", nargs="?", default=argparse.SUPPRESS, metavar="PROMPT", help=text)
+    flag = "PROMPT as a flag, for text that may begin with a dash (default: none)"
+    given.add_argument("--prompt", "-p", metavar="PROMPT", help=flag)
+    add_conversation_flags(parser)
+    add_connect_flags(parser)
+    flags.add_sampling_flags(parser)
+    flags.add_request_flags(parser)
+    flags.add_cluster_flags(parser, (*flags.MULTI_REQUEST_SETTINGS, "prompt_cache"))
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -145,20 +154,6 @@ def explain_cut_off(result: GenerationResult, max_tokens: int) -> str:
     if len(result.token_ids) >= max_tokens:
         return f"cut off after {pluralize(max_tokens, 'token')} (--max-tokens)"
     return f"cut off because the context is full ({pluralize(result.prompt_tokens + len(result.token_ids), 'token')})"
-
-
-def add_generation_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Adds the flags that say what to generate and where, for `generate` and `verify`."""
-    given = parser.add_mutually_exclusive_group()
-    text = "the text to complete; - reads it from stdin"
-    given.add_argument("prompt", nargs="?", default=argparse.SUPPRESS, metavar="PROMPT", help=text)
-    flag = "PROMPT as a flag, for text that may begin with a dash (default: none)"
-    given.add_argument("--prompt", "-p", metavar="PROMPT", help=flag)
-    add_conversation_flags(parser)
-    add_connect_flags(parser)
-    flags.add_sampling_flags(parser, without)
-    flags.add_request_flags(parser)
-    flags.add_cluster_flags(parser, (*flags.MULTI_REQUEST_SETTINGS, "prompt_cache"))
 
 
 def add_conversation_flags(parser: argparse.ArgumentParser) -> None:

@@ -264,12 +264,10 @@ def test_version_is_printed(run):
         (["overlap", "--draft-backend", "ngram"], 2, "overlap needs a draft model"),
         (["pairs", "one"], 2, "expected a target and a draft model"),
         (["pairs", "/no/such", "/no/such"], 3, "no such path"),
-        (["verify", "-p", "x", "--json-file", "/no/such"], 2, "No such file or directory); expected the output"),
-        (["verify", "--json-file", str(PACKAGE_FOLDER / "__init__.py")], 2, "is not a JSON object (Expected"),
-        (["verify", "--json-file", "/no/such", "--cpu-kernels", "x"], 2, "cpu_kernels is 'x'; expected one of auto"),
-        (["verify"], 2, "nothing to verify; expected --json-file, or --prompt"),
-        (["verify", "answer.json"], 2, "the prompt is a file; expected --json-file answer.json"),
-        (["verify", __file__], 2, "the prompt is a file"),
+        (["verify", "/no/such"], 2, "No such file or directory); expected the output"),
+        (["verify", str(PACKAGE_FOLDER / "__init__.py")], 2, "is not a JSON object (Expected"),
+        (["verify", "/no/such", "--cpu-kernels", "x"], 2, "cpu_kernels is 'x'; expected one of auto"),
+        (["verify"], 2, "the following arguments are required: FILE"),
         (["doctor", "--log-level", "x"], 2, "log_level is 'x'; expected one of debug"),
     ],
 )
@@ -489,7 +487,7 @@ def replays(monkeypatch):
 
 def test_verify_takes_model_prompt_and_sampling_from_the_file(run, codec, output, replays):
     found, file = output
-    code, out, err = run("verify", "--json-file", str(file))
+    code, out, err = run("verify", str(file))
     assert (code, err) == (0, "") and out.endswith("0 mismatches: certified\n")
     expected = SamplingParams(
         temp=0.5, seed=5, logit_bias=((11, -5.0),), stop=("zz",), max_tokens=len(found["token_ids"])
@@ -511,7 +509,7 @@ def test_grammar_and_logprobs_round_trip_through_json(run, server, codec, tmp_pa
     first = {"token": tokens[0], "logprob": -0.25, "top": [[tokens[0], -0.25]]}
     assert code == 0 and json.loads(out)["logprobs"][0] == first
     file.write_text(out)
-    assert run("verify", "--json-file", str(file))[0] == 0
+    assert run("verify", str(file))[0] == 0
     assert (
         replays[0][3].grammar == Grammar.json_schema('{"type": "integer"}') == server.core.received[0].sampling.grammar
     )
@@ -520,12 +518,6 @@ def test_grammar_and_logprobs_round_trip_through_json(run, server, codec, tmp_pa
     run("generate", *flags, "--regex", "[0-9]+")
     assert server.core.received[2].sampling.grammar == Grammar("regex", "[0-9]+")
     assert run("generate", *flags, "--grammar", str(tmp_path / "none"))[0] == 2
-
-
-def test_verify_flags_override_the_file(run, codec, output, replays):
-    _, file = output
-    run("verify", "--json-file", str(file), "--prompt", "def g(", "--temp", "0", "--seed", "6")
-    assert replays[0][1] == codec.encode("def g(") and (replays[0][3].temp, replays[0][3].seed) == (0, 6)
 
 
 @pytest.mark.parametrize("ignored", [True, False])
@@ -538,7 +530,7 @@ def test_verify_replays_end_tokens_as_the_server_does(run, codec, output, monkey
     monkeypatch.setattr(
         "outrider.orchestrator.cli.verify.certify", lambda *given: replayed.append(given) or Report(1, 1, (), (), 99)
     )
-    assert run("verify", "--json-file", str(file))[0] == 0
+    assert run("verify", str(file))[0] == 0
     assert set(replayed[0][5]) == (set() if ignored else codec.eos)
 
 
@@ -554,9 +546,9 @@ def test_verify_replays_end_tokens_as_the_server_does(run, codec, output, monkey
 def test_verify_detects_a_changed_file(run, output, replays, changes, fault):
     found, file = output
     file.write_text(json.dumps({**found, **changes}))
-    code, out, _ = run("verify", "--json-file", str(file))
+    code, out, _ = run("verify", str(file))
     assert code == 1 and "NOT the target's output" in out and fault in out
-    code, out, _ = run("verify", "--json-file", str(file), "--json")
+    code, out, _ = run("verify", str(file), "--json")
     report = json.loads(out)
     assert (code, report["certified"], report["mismatches"]) == (1, False, []) and fault in " ".join(report["faults"])
 
@@ -571,7 +563,7 @@ def test_verify_detects_a_changed_file(run, output, replays, changes, fault):
 def test_verify_refuses_a_file_that_is_not_an_output(run, output, replays, changes):
     found, file = output
     file.write_text(json.dumps({**found, **changes}))
-    code, out, err = run("verify", "--json-file", str(file))
+    code, out, err = run("verify", str(file))
     assert (code, out) == (InvalidRequest.exit_code, "") and len(err.splitlines()) == 1 and "expected" in err
 
 
@@ -580,24 +572,14 @@ def test_verify_names_what_a_file_lacks(run, output, replays, name):
     found, file = output
     del found[name]
     file.write_text(json.dumps(found))
-    assert f"can't be used (it has no '{name}'); expected the output of" in run("verify", "--json-file", str(file))[2]
+    assert f"can't be used (it has no '{name}'); expected the output of" in run("verify", str(file))[2]
 
 
-def test_verify_accepts_an_older_file_with_flags(run, codec, output, replays):
+def test_verify_takes_another_folder_of_the_model(run, output, replays, tmp_path):
     found, file = output
-    for name in ("prompt", "chat_template", "sampling"):
-        del found[name]
-    file.write_text(json.dumps(found))
-    length = str(len(found["token_ids"]))
-    assert run("verify", "--json-file", str(file), "-p", "def f(", "--temp", "0.5", "-m", length)[0] == 0
-    assert (replays[0][3].temp, replays[0][3].seed) == (0.5, 5)
-
-
-def test_verify_reads_a_prompt_on_stdin_once(run, server, codec, replays, monkeypatch):
-    server.core.on_admit = generates(codec, "x", "length")
-    monkeypatch.setattr("sys.stdin", io.StringIO("from stdin"))
-    assert run("verify", "-p", "-", "-m", "1", "--connect", server.endpoint)[0] == 0
-    assert replays[0][1] == codec.encode("from stdin")
+    file.write_text(json.dumps({**found, "model": "/no/such"}))
+    assert run("verify", str(file))[0] == ModelError.exit_code
+    assert run("verify", str(file), "--model", "tiny")[0] == 0
 
 
 @pytest.mark.parametrize(("flags", "kernels"), [((), "unset"), (("--cpu-kernels", "mlx"), "mlx")])
@@ -606,11 +588,14 @@ def test_verify_replays_with_the_cpu_kernels_of_its_flag(run, output, monkeypatc
     replay += "; print(json.dumps({'kind': 'InvalidRequest', 'error': chosen}))"
     monkeypatch.delenv(CPU_KERNELS_VARIABLE, raising=False)
     monkeypatch.setattr("outrider.orchestrator.cli.verify.python", lambda *_: (sys.executable, "-c", replay))
-    assert run("verify", "--json-file", str(output[1]), *flags) == (2, "", f"outrider verify: {kernels}\n")
+    assert run("verify", str(output[1]), *flags) == (2, "", f"outrider verify: {kernels}\n")
 
 
-def test_verify_refuses_residual_sampling(run):
-    code, out, err = run("verify", "--prompt", "x", "--temp", "1", "--sampling", "residual")
+def test_verify_refuses_residual_sampling(run, output):
+    found, file = output
+    found["sampling"] |= {"temp": 1.0, "rule": "residual"}
+    file.write_text(json.dumps(found))
+    code, out, err = run("verify", str(file))
     assert (code, out) == (InvalidRequest.exit_code, "")
     assert err == (
         "outrider verify: residual sampling can't be replayed: its text may differ each"

@@ -551,6 +551,6 @@ def test_generate_continues_a_conversation_and_verify_accepts_it(server, with_te
         return Report(len(generated), len(generated), (), (), 1024)
 
     monkeypatch.setattr("outrider.orchestrator.cli.verify.certify", certify)
-    assert main(["verify", "--json-file", str(output)]) == 0 and seen == [expected]
+    assert main(["verify", str(output)]) == 0 and seen == [expected]
     assert main(["generate", "--chat", str(file), *flags]) == InvalidRequest.exit_code
     assert "ends with an answer" in capsys.readouterr().err
