@@ -172,9 +172,6 @@ class BaseStream(Generic[C, R]):
         self._dialogue = dialogue
         self._reading: Callable[[], R | None] = lambda: None
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self._dialogue.state}>"
-
     @property
     def result(self) -> GenerationResult:
         """The finished completion. Raises InvalidRequest if the stream was not read to its end."""
