@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import sys
 import termios
 from collections import Counter
 from collections.abc import Callable
-from fcntl import ioctl
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -125,8 +123,6 @@ class Editor:
 
     def read(self) -> str | None:
         """Returns the next message, or None at the end. Raises KeyboardInterrupt if Ctrl-C was pressed."""
-        if select.select([sys.stdin], [], [], 0)[0] and not any(ioctl(sys.stdin, termios.FIONREAD, bytes(4))):
-            return None  # Ctrl-D was pressed during the answer; Linux would turn it into another key for the editor
         attributes = termios.tcgetattr(sys.stdin)
         try:
             return self._session.prompt(PROMPT)

@@ -312,13 +312,6 @@ def test_sigint_on_a_terminal_stops_the_answer_and_quit_exits(server, tmp_path):
     assert server.core.wait_for(Stop)[0].reason == "cancelled"
 
 
-def test_ctrl_d_during_an_answer_ends_the_chat_after_it(server, tmp_path):
-    with chat_during_answer(server, tmp_path) as session:
-        session.send(b"\x04")
-        session.process.send_signal(signal.SIGINT)
-        assert session.process.wait(30) == 0
-
-
 def test_interrupt_while_the_prompt_is_read_erases_the_progress(server, tmp_path):
     server.core.on_admit = lambda admit: [RequestBegan(admit.request, "ssd"), Progress(admit.request, 512, 751)]
     with ChatProcess(tmp_path, "--connect", server.endpoint) as session:
