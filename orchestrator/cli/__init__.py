@@ -79,13 +79,6 @@ class _HelpAllAction(argparse.Action):
         parser.exit()
 
 
-def _parse_number(kind: type[int] | type[float], expected: str, given: str) -> float:
-    try:
-        return kind(given)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{given!r} is not {expected}") from None
-
-
 class Parser(argparse.ArgumentParser):
     """Accepts values that begin with a dash, and no abbreviated flags; reports an error in one line on stderr, with
     InvalidRequest's exit code. --help shows the common flags, --help-all all of them."""
@@ -94,8 +87,6 @@ class Parser(argparse.ArgumentParser):
         """`common`: the flags that --help shows; empty for all."""
         super().__init__(**{"allow_abbrev": False, "add_help": False, "formatter_class": _Formatter, **options})
         self._common = set(common)
-        self.register("type", int, partial(_parse_number, int, "a whole number"))
-        self.register("type", float, partial(_parse_number, float, "a number"))
         self.add_argument("-h", "--help", action="help", help="show this help and exit")
         everything = "show the help with all flags and exit" if common else argparse.SUPPRESS
         self.add_argument("--help-all", action=_HelpAllAction, help=everything)
