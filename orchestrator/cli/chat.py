@@ -34,7 +34,7 @@ from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, plura
 from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.orchestrator.pairing.tokenizer import read_default_sampling
 from outrider.protocol.digest import user_folder
-from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 
@@ -81,22 +81,13 @@ COMMON = (
 
 
 def read_line() -> str | None:
-    """Returns the next line, or None at the end.
-
-    Raises:
-        InvalidRequest: the line is not UTF-8.
-        KeyboardInterrupt: Ctrl-C was pressed.
-    """
+    """Returns the next line, or None at the end. Raises KeyboardInterrupt if Ctrl-C was pressed."""
     if sys.stdin.isatty():
         say(PROMPT, end="")  # input() may write a prompt to stdout
     try:
-        line = input()
-        line.encode()
+        return input()
     except EOFError:
         return None
-    except UnicodeError:
-        raise InvalidRequest("the message is not UTF-8; expected text in UTF-8") from None
-    return line
 
 
 class Editor:

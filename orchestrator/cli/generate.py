@@ -288,14 +288,7 @@ def load_model_codec(options: argparse.Namespace) -> TextCodec:
 
 
 def read_prompt(given: str) -> str:
-    if given != "-":
-        return given
-    try:
-        text = sys.stdin.read()
-        text.encode()
-    except UnicodeError:
-        raise InvalidRequest("the prompt on stdin is not UTF-8; expected text in UTF-8") from None
-    return text
+    return sys.stdin.read() if given == "-" else given
 
 
 def as_json(result: GenerationResult, request: Generate, prompt: str | tuple[Message, ...]) -> dict[str, Any]:

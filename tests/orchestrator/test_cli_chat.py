@@ -450,7 +450,7 @@ def test_piped_messages_before_one_that_is_not_utf8_are_answered(server, monkeyp
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x\n\xff\nx\n")))
     assert main(["chat", "--connect", server.endpoint]) == InvalidRequest.exit_code
     captured = capsys.readouterr()
-    assert captured.out.count("yes") == 1 and "the message is not UTF-8; expected text in UTF-8" in captured.err
+    assert captured.out.count("yes") == 1 and "the text can't be encoded as UTF-8; expected" in captured.err
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -462,13 +462,13 @@ def test_invalid_utf8_is_reported_and_ends_only_piped_input(server, monkeypatch,
         line = next(lines, None)
         if line is None:
             raise EOFError
-        return line.decode()
+        return line.decode(errors="surrogateescape")  # as stdin does
 
     monkeypatch.setattr("sys.stdin", Terminal() if is_terminal else io.StringIO())
     monkeypatch.setattr("builtins.input", typed)
     code = main(["chat", "--connect", server.endpoint])
     captured = capsys.readouterr()
-    assert "the message is not UTF-8" in captured.err
+    assert "the text can't be encoded as UTF-8" in captured.err
     assert (code, "yes" in captured.out) == ((0, True) if is_terminal else (InvalidRequest.exit_code, False))
 
 
@@ -493,7 +493,7 @@ def test_failed_request_is_reported_and_ends_only_piped_input(server, talk, with
         ("/undo", "There is no message to remove."),
         ("/bake", "unknown command '/bake' (see /help)"),
         ("/save", "the file is missing; expected /save FILE"),
-        ("half a pair \ud83d", "the message is not UTF-8"),
+        ("half a pair \ud83d", "the text can't be encoded as UTF-8"),
         ("", ""),
     ],
 )
