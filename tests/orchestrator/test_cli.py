@@ -127,7 +127,9 @@ def test_every_flag_has_help_and_a_default_unless_it_is_required(run, command):
     assert all(action.help for action in shown)
     valued = [action for action in shown if action.option_strings and action.nargs != 0]
     has_default = {action.option_strings[0]: "(default" in action.help for action in valued}
-    assert has_default == {action.option_strings[0]: action not in parser._required_actions() for action in valued}
+    one_of = [group._group_actions for group in parser._mutually_exclusive_groups if group.required]
+    needed = [action for action in valued if action.required or any(action in group for group in one_of)]
+    assert has_default == {action.option_strings[0]: action not in needed for action in valued}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
