@@ -138,8 +138,9 @@ def run(options: argparse.Namespace) -> int:
     if options.logprobs is not None and not options.json:
         raise InvalidRequest("--logprobs needs --json")
     prompt = prompt_of(options)
-    request = request_of(options, prompt)
-    result = generate(options, request, screen, show_text=not options.json)
+    given = prompt if isinstance(prompt, str) else load_model_codec(options).encode_prompt(prompt)
+    request = request_with(options, given, SamplingParams(**flags.given_sampling(options)))
+    result = _complete(options, request, screen)
     if options.json:
         print(json.dumps(as_json(result, request, prompt)))
     else:
@@ -177,14 +178,14 @@ def add_server_key_flag(add: Callable[..., object]) -> None:
     add("--server-key", metavar="KEY", help=key)
 
 
-def generate(options: argparse.Namespace, request: Generate, screen: Screen, show_text: bool) -> GenerationResult:
-    """Runs one request on the server that the flags name, or on a new cluster, after checking all settings."""
+def _complete(options: argparse.Namespace, request: Generate, screen: Screen) -> GenerationResult:
+    """Runs one request on the server that the flags name, or on a new cluster; prints its text unless --json is set."""
     with open_client(options, screen) as client:
         stream, printed = client.ask(request, reading_progress(screen)), ""
         try:
             for chunk in stream:
                 screen.clear()
-                if show_text:
+                if not options.json:
                     print(chunk.text, end="", flush=True)
                     printed += chunk.text
         finally:
@@ -197,12 +198,6 @@ def generate(options: argparse.Namespace, request: Generate, screen: Screen, sho
 def reading_progress(screen: Screen) -> Callable[[int, int], None]:
     """Returns a function that shows how many tokens of a prompt have been read."""
     return lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens")
-
-
-def request_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> Generate:
-    """Returns the checked request. A conversation is turned into tokens by the model's chat template."""
-    given = prompt if isinstance(prompt, str) else load_model_codec(options).encode_prompt(prompt)
-    return request_with(options, given, SamplingParams(**flags.given_sampling(options)))
 
 
 def request_with(options: argparse.Namespace, prompt: Prompt, sampling: SamplingParams) -> Generate:
