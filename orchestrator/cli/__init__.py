@@ -68,13 +68,11 @@ class _Formatter(argparse.HelpFormatter):
         return f"{', '.join(sorted(action.option_strings, key=len))} {value}"
 
 
-class _HelpAllAction(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **options)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        print(parser.format_help(everything=True) if isinstance(parser, Parser) else parser.format_help(), end="")
-        parser.exit()
+class _HelpAllAction(argparse._HelpAction):
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        if isinstance(parser, Parser):
+            parser.common.clear()
+        super().__call__(parser, *given)
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,21 +82,21 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, common: Collection[str] = (), **options: Any) -> None:
         """`common`: the flags that --help shows; empty for all."""
         super().__init__(**{"allow_abbrev": False, "add_help": False, "formatter_class": _Formatter, **options})
-        self._common = set(common)
+        self.common = set(common)
         self.add_argument("-h", "--help", action="help", help="show this help and exit")
         everything = "show the help with all flags and exit" if common else argparse.SUPPRESS
         self.add_argument("--help-all", action=_HelpAllAction, help=everything)
 
-    def format_help(self, everything: bool = False) -> str:
+    def format_help(self) -> str:
         words = [self.prog]
         for action in self._get_positional_actions():
             name = str(action.metavar or action.dest.upper())
             words.append(name if action.required else f"[{name}]")
         self.usage = self.usage or " ".join((*words, "[FLAGS ...]"))
-        if everything or not self._common:
+        if not self.common:
             return super().format_help()
         for action in self._actions:
-            if action.option_strings and {"-h", "--help-all", *self._common}.isdisjoint(action.option_strings):
+            if action.option_strings and {"-h", "--help-all", *self.common}.isdisjoint(action.option_strings):
                 action.help = argparse.SUPPRESS
         return f"{super().format_help()}\n{self.prog} --help-all shows all flags.\n"
 
