@@ -76,20 +76,15 @@ def _run_for_parent(settings: ServeSettings, http: HttpSettings | None) -> int:
     return 0
 
 
-def _print_endpoints(ready: ServerReady) -> None:
-    """Prints the server's endpoints and its key to stdout."""
-    lines = [("clients", ready.endpoint), ("workers", ready.workers), ("workers", ready.joining)]
-    lines += [("key", ready.key), ("HTTP", ready.http)]
-    print("\n".join(f"{name}: {value}" for name, value in lines if value), flush=True)
-
-
 def _show(screen: Screen, in_json: bool, announcement: Announcement) -> None:
-    """Shows the stages of the start, then the endpoints and notes."""
+    """Shows the stages of the start, then prints the server's endpoints and its key to stdout, and shows notes."""
     match announcement:
         case Stage(text=text):
             screen.show(text)
-        case ServerReady(notes=notes):
+        case ServerReady() as ready:
             screen.clear()
-            _print_endpoints(announcement)
-            for note in notes:
+            lines = [("clients", ready.endpoint), ("workers", ready.workers), ("workers", ready.joining)]
+            lines += [("key", ready.key), ("HTTP", ready.http)]
+            print("\n".join(f"{name}: {value}" for name, value in lines if value), flush=True)
+            for note in ready.notes:
                 log.warning("%s", note) if in_json else say(f"Note: {note}")
