@@ -281,31 +281,25 @@ class Chat:
 
     def _answer(self) -> None:
         """Runs the model's turn, until its end or Ctrl-C."""
-        texts: list[str] = []
+        codec, sampling, texts = self._codec, self._sampling, list[str]()
         try:
-            status = self._print_answer(texts)
+            tokens = self._fit_context()
+            painter = Painter(TextStream(codec.spelling, tokens, sampling.stop, codec.end_tokens(sampling)))
+            stream = self._client.ask(request_with(self._options, tokens, sampling), reading_progress(self._screen))
+            for chunk in stream:
+                self._screen.clear()
+                texts.append(chunk.text)
+                print(painter.paint_chunk(chunk), end="", flush=True)
         finally:
             self._screen.clear()
-            if texts:
+            if any(texts):
                 self._conversation.add("assistant", "".join(texts))
                 print(flush=True)
             else:
                 self._conversation.undo()
                 say("There was no answer; your message was removed from the conversation.")
-        say(f"[{status}]")
-
-    def _print_answer(self, texts: list[str]) -> str:
-        """Prints the answer, appends its pieces to `texts`, and returns the status line."""
-        codec, sampling = self._codec, self._sampling
-        tokens = self._fit_context()
-        painter = Painter(TextStream(codec.spelling, tokens, sampling.stop, codec.end_tokens(sampling)))
-        stream = self._client.ask(request_with(self._options, tokens, sampling), reading_progress(self._screen))
-        for chunk in stream:
-            self._screen.clear()
-            texts += [chunk.text] if chunk.text else []
-            print(painter.paint_chunk(chunk), end="", flush=True)
-        status = format_summary(stream.result, sampling.max_tokens)
-        return f"{status}\n {format_legend(painter.counts)}" if painter.counts else status
+        legend = f"\n {format_legend(painter.counts)}" if painter.counts else ""
+        say(f"[{format_summary(stream.result, sampling.max_tokens)}{legend}]")
 
     def _fit_context(self) -> tuple[int, ...]:
         """Returns the conversation's tokens; removes its oldest messages while they leave no room for an answer."""
