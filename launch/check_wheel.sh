@@ -109,7 +109,7 @@ PYTHON
 
 generate_and_verify() {
     outrider generate --prompt "def f(" --max-tokens 32 --temp 0.8 --seed 7 --json >made.json
-    outrider verify --prompt "def f(" --max-tokens 32 --temp 0.8 --seed 7 --json-file made.json
+    outrider verify made.json
 }
 
 serve() {

@@ -22,7 +22,7 @@ from msgspec.json import Decoder, encode
 from outrider.protocol.heads import DRAFT_MODEL, JOINT_SEPARATOR
 from outrider.protocol.messages import Failed, Progress, RoundRecord, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.schema import MAX_SERIAL, Logprobs, Origin, concat_logprobs
+from outrider.protocol.schema import MAX_SERIAL, Logprobs, Origin
 from outrider.protocol.stats import KvCost
 
 _KV_DIVISOR = 2  # texts get half of the memory that the weights leave free, everything else the other half
@@ -57,16 +57,6 @@ class KVBudget:
     def share(self, cost: KvCost, tokens: int) -> int:
         """Returns a worker's part in bytes, given its own `cost`, in proportion to a text of this many tokens."""
         return min(self.limit * cost.of(tokens) // max(self.cost.of(tokens), 1), MAX_SERIAL)
-
-    def explain_shortage(self, context: int, name: str) -> str:
-        """Returns why a text that fills the context of model `name` doesn't fit; empty if it does."""
-        needed = self.cost.of(context)
-        if needed <= self.limit:
-            return ""
-        return (
-            f"kv_memory is {in_units(self.limit)}, and one text of {context} tokens, the context of {name}, takes"
-            f" {in_units(needed)} in all workers; expected at least that, or no kv_memory, to use what the machine has"
-        )
 
 
 def kv_budget(limit: int | None, workers: Iterable[WorkerStats], memory: int) -> KVBudget:
@@ -172,15 +162,6 @@ class Committed:
     rounds: tuple[RoundRecord, ...] | None = None
     prompt_logprobs: Logprobs | None = None
 
-    def merged_with(self, later: Committed) -> Committed:
-        """Returns both as one event."""
-        logprobs = [event.logprobs for event in (self, later) if event.logprobs is not None]
-        origins = None if self.origins is None else self.origins + (later.origins or ())
-        rounds = None if self.rounds is None else self.rounds + (later.rounds or ())
-        joined = concat_logprobs(logprobs) if logprobs else None
-        prompt = later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs
-        return Committed(self.request, self.tokens + later.tokens, joined, origins, rounds, prompt)
-
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
@@ -197,24 +178,6 @@ class RequestEnded:
 ToCore = Admit | Stop | ModelVocabulary | Quit
 # The front forwards `Progress` and `Failed` to the client, with the client's name for the request.
 ToFront = WorkersChanged | RequestBegan | Progress | Committed | RequestEnded | Failed | Quit
-
-
-def merge_commits(events: Iterable[ToFront]) -> list[ToFront]:
-    """Merges consecutive `Committed` events of each request, for a client that reads slowly; keeps the others."""
-    merged: list[ToFront] = []
-    latest: dict[str, int] = {}
-    for event in events:
-        match event:
-            case Committed():
-                at = latest.setdefault(event.request, len(merged))
-                before = merged[at : at + 1]
-                if before and isinstance(before[0], Committed):
-                    merged[at] = before[0].merged_with(event)
-                    continue
-            case RequestBegan() | Progress() | RequestEnded() | Failed():
-                latest.pop(event.request, None)
-        merged.append(event)
-    return merged
 
 
 class Mailbox(Generic[T]):

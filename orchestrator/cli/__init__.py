@@ -22,8 +22,6 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.version import PROTOCOL_VERSION
 
 HELP_COLUMN = 28
-_ANY_FLAGS = argparse.Action([], "flags", nargs="?", metavar="FLAGS ...")
-"""Stands for all optional flags in a usage line."""
 
 COMMANDS = {
     "generate": "complete a prompt",
@@ -70,20 +68,11 @@ class _Formatter(argparse.HelpFormatter):
         return f"{', '.join(sorted(action.option_strings, key=len))} {value}"
 
 
-class _HelpAllAction(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **options)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        print(parser.format_help(everything=True) if isinstance(parser, Parser) else parser.format_help(), end="")
-        parser.exit()
-
-
-def _parse_number(kind: type[int] | type[float], expected: str, given: str) -> float:
-    try:
-        return kind(given)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{given!r} is not {expected}") from None
+class _HelpAllAction(argparse._HelpAction):
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        if isinstance(parser, Parser):
+            parser.common.clear()
+        super().__call__(parser, *given)
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,37 +82,23 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, common: Collection[str] = (), **options: Any) -> None:
         """`common`: the flags that --help shows; empty for all."""
         super().__init__(**{"allow_abbrev": False, "add_help": False, "formatter_class": _Formatter, **options})
-        self._common = set(common)
-        self.register("type", int, partial(_parse_number, int, "a whole number"))
-        self.register("type", float, partial(_parse_number, float, "a number"))
+        self.common = set(common)
         self.add_argument("-h", "--help", action="help", help="show this help and exit")
         everything = "show the help with all flags and exit" if common else argparse.SUPPRESS
         self.add_argument("--help-all", action=_HelpAllAction, help=everything)
 
-    def format_help(self, everything: bool = False) -> str:
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, [*self._required_actions(), _ANY_FLAGS], self._mutually_exclusive_groups)
-        formatter.add_text(self.description)
-        for group in self._action_groups:
-            shown = [action for action in group._group_actions if everything or self._is_common(action)]
-            if shown:
-                formatter.start_section(group.title)
-                formatter.add_arguments(shown)
-                formatter.end_section()
-        formatter.add_text(self.epilog)
-        if self._common and not everything:
-            formatter.add_text(f"{self.prog} --help-all shows all flags.")
-        return formatter.format_help()
-
-    def _is_common(self, action: argparse.Action) -> bool:
-        names = action.option_strings
-        return not self._common or not names or not {"-h", "--help-all", *self._common}.isdisjoint(names)
-
-    def _required_actions(self) -> list[argparse.Action]:
-        """Returns the arguments that a usage line has to show."""
-        groups = [group._group_actions for group in self._mutually_exclusive_groups if group.required]
-        needed = [action for group in groups for action in group]
-        return [action for action in self._actions if not action.option_strings or action.required or action in needed]
+    def format_help(self) -> str:
+        words = [self.prog]
+        for action in self._get_positional_actions():
+            name = str(action.metavar or action.dest.upper())
+            words.append(name if action.required else f"[{name}]")
+        self.usage = self.usage or " ".join((*words, "[FLAGS ...]"))
+        if not self.common:
+            return super().format_help()
+        for action in self._actions:
+            if action.option_strings and {"-h", "--help-all", *self.common}.isdisjoint(action.option_strings):
+                action.help = argparse.SUPPRESS
+        return f"{super().format_help()}\n{self.prog} --help-all shows all flags.\n"
 
     def parse(self, given: Sequence[str]) -> argparse.Namespace:
         """Parses like `parse_args`, but any word after a flag with a value is that value, unless it is a known flag.

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import sys
 import termios
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from fcntl import ioctl
+from collections.abc import Callable
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -38,7 +34,7 @@ from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, plura
 from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.orchestrator.pairing.tokenizer import read_default_sampling
 from outrider.protocol.digest import user_folder
-from outrider.protocol.errors import InvalidRequest, OutriderError, PromptTooLong, ServerStopped
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 
@@ -47,7 +43,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-PROMPT, CONTINUATION, FENCE = "> ", "... ", '"""'
+PROMPT, CONTINUATION = "> ", "... "
 
 ORIGINS = {
     Origin.PREPARED: ("\x1b[32m", "prepared branch"),
@@ -68,8 +64,8 @@ HELP_TEXT = """\
 /quit       quit; so do /exit, /bye and Ctrl-D; Ctrl-C stops an answer
 
 A pasted text is one message. Alt-Enter, or a backslash at the end of a line,
-starts a new line; three double quotes start a block, three more end it.
-Tab completes commands. To send text that begins with /, type a space first."""
+starts a new line. Tab completes commands. To send one line that begins with /,
+type a space first."""
 COMMANDS = ("/clear", "/help", "/quit", "/save ", "/undo")
 QUIT_COMMANDS = ("/quit", "/exit", "/bye")
 """/quit, and its names in other chat programs."""
@@ -84,30 +80,14 @@ COMMON = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class UserInput:
-    """One entered message; `is_command`: it addresses the program, not the model."""
-
-    text: str
-    is_command: bool
-
-
-Reader = Callable[[], UserInput | None]
-"""Returns the next message, or None at the end. Raises KeyboardInterrupt on Ctrl-C, InvalidRequest if not UTF-8."""
-
-
-def read_line() -> UserInput | None:
-    """Reads a line as one message."""
+def read_line() -> str | None:
+    """Returns the next line, or None at the end. Raises KeyboardInterrupt if Ctrl-C was pressed."""
     if sys.stdin.isatty():
         say(PROMPT, end="")  # input() may write a prompt to stdout
     try:
-        line = input()
-        line.encode()
+        return input()
     except EOFError:
         return None
-    except UnicodeError:
-        raise InvalidRequest("the message is not UTF-8; expected text in UTF-8") from None
-    return UserInput(line, line.startswith("/"))
 
 
 class Editor:
@@ -132,29 +112,15 @@ class Editor:
             output=output,
         )
 
-    def read(self) -> UserInput | None:
-        if select.select([sys.stdin], [], [], 0)[0] and not any(ioctl(sys.stdin, termios.FIONREAD, bytes(4))):
-            return None  # Ctrl-D was pressed during the answer; Linux would turn it into another key for the editor
+    def read(self) -> str | None:
+        """Returns the next message, or None at the end. Raises KeyboardInterrupt if Ctrl-C was pressed."""
         attributes = termios.tcgetattr(sys.stdin)
         try:
-            return parse_entry(self._session.prompt(PROMPT))
+            return self._session.prompt(PROMPT)
         except EOFError:
             return None
         finally:  # a signal can end the session before it has restored the terminal
             termios.tcsetattr(sys.stdin, termios.TCSANOW, attributes)
-
-
-def parse_entry(typed: str) -> UserInput:
-    """Parses an entry: a block becomes the text between its quotes; several lines are never a command."""
-    text = typed.strip()
-    if len(text) >= 2 * len(FENCE) and text.startswith(FENCE) and text.endswith(FENCE):
-        return UserInput(text[len(FENCE) : -len(FENCE)].strip("\n"), False)
-    return UserInput(typed, typed.startswith("/") and "\n" not in typed)
-
-
-def is_block_open(typed: str) -> bool:
-    """Returns whether a block of text has been started and not ended."""
-    return typed.lstrip().startswith(FENCE) and typed.count(FENCE) % 2 == 1
 
 
 def _create_key_bindings() -> KeyBindings:
@@ -167,8 +133,6 @@ def _create_key_bindings() -> KeyBindings:
         buffer = event.current_buffer
         if buffer.document.current_line_before_cursor.endswith("\\") and buffer.document.is_cursor_at_the_end:
             buffer.delete_before_cursor()
-            buffer.insert_text("\n")
-        elif is_block_open(buffer.text):
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()
@@ -254,47 +218,20 @@ class Chat:
         self._codec = load_model_codec(options)
         self._sampling = SamplingParams(**{**read_default_sampling(self._codec.model.folder), **given})
         self._screen = Screen()
-        self._own_server = options.connect is None
         self._interactive = sys.stdin.isatty()
-        self._reader: Reader | None = None
-        self._unanswered = False
-        self._context: int | None = None
 
     def run(self) -> int:
-        """Runs turns until one of `QUIT_COMMANDS` or the end of input. The user may restart a server that has ended."""
-        while True:
-            with open_client(self._options, self._screen) as self._client:
-                try:
-                    self._take_turns()
-                    return 0
-                except ServerStopped as error:
-                    if not self._interactive or not self._own_server:
-                        raise
-                    say(f"outrider chat: {error}")
-                    if not self._ask_to_restart():
-                        return error.exit_code
-
-    def _take_turns(self) -> None:
-        if self._reader is None:
+        """Runs turns until one of `QUIT_COMMANDS` or the end of input."""
+        with open_client(self._options, self._screen) as self._client:
             self._greet()
-            self._reader = Editor().read if self._interactive and can_erase() else read_line
-        elif self._unanswered:
-            self._report_errors(self._answer)
-        while (entry := self._report_errors(self._reader, "\nCtrl-D or /quit quits.")) is not None:
-            if entry.is_command and entry.text.strip() in QUIT_COMMANDS:
-                return
-            self._report_errors(partial(self._take_turn, entry))
-        if self._interactive:
-            say("")
-
-    def _ask_to_restart(self) -> bool:
-        """Asks whether to restart the server that this chat started."""
-        say("Start the server again and continue? [Y/n] ", end="")
-        with suppress(KeyboardInterrupt):
-            if answer := sys.stdin.readline():  # empty: Ctrl-D, or the terminal is gone
-                return answer.strip().lower() in ("", "y", "yes")
-        say("")
-        return False
+            read = Editor().read if self._interactive and can_erase() else read_line
+            while (entry := self._report_errors(read, "\nCtrl-D or /quit quits.")) is not None:
+                if entry.rstrip() in QUIT_COMMANDS:
+                    return 0
+                self._report_errors(partial(self._take_turn, entry))
+            if self._interactive:
+                say("")
+            return 0
 
     def _greet(self) -> None:
         if self._codec.template is None:
@@ -304,27 +241,27 @@ class Chat:
         if self._interactive:
             say("/help lists the commands and keys.")
 
-    def _report_errors(self, part: Callable[[], UserInput | None], interrupted: str = "[stopped]") -> UserInput | None:
+    def _report_errors(self, part: Callable[[], str | None], interrupted: str = "[stopped]") -> str | None:
         """Runs part of a turn. In a terminal, prints an error instead of raising it, and returns an empty message."""
         try:
             return part()
         except OutriderError as error:
-            if not self._interactive or (self._own_server and isinstance(error, ServerStopped)):
+            if not self._interactive:
                 raise
             say(f"outrider chat: {error}")
         except KeyboardInterrupt:
             if not self._interactive:
                 raise
             say(interrupted)
-        return UserInput("", False)
+        return ""
 
-    def _take_turn(self, entry: UserInput) -> None:
-        if not entry.is_command:
-            if entry.text.strip():
-                self._conversation.add("user", entry.text)
+    def _take_turn(self, entry: str) -> None:
+        if not entry.startswith("/") or "\n" in entry:
+            if entry.strip():
+                self._conversation.add("user", entry)
                 self._answer()
             return
-        command, _, rest = entry.text.strip().partition(" ")
+        command, _, rest = entry.strip().partition(" ")
         match command, rest.strip():
             case "/help", "":
                 say(HELP_TEXT)
@@ -340,69 +277,39 @@ class Chat:
             case "/save", file:
                 say("There is no message to save." if file else "the file is missing; expected /save FILE")
             case _:
-                say(f"unknown command {entry.text.strip()!r} (see /help); to send it as text, start with a space")
+                say(f"unknown command {entry.strip()!r} (see /help); to send it as text, start with a space")
 
     def _answer(self) -> None:
         """Runs the model's turn, until its end or Ctrl-C."""
-        texts: list[str] = []
-        self._unanswered = True
+        codec, sampling, texts = self._codec, self._sampling, list[str]()
         try:
-            status = self._print_answer(texts)
-        except BaseException as error:
-            self._screen.clear()
-            if self._own_server and isinstance(error, ServerStopped):
-                print(end="\n" if texts else "", flush=True)  # a restarted server receives the message again
-            else:
-                self._keep_answer(texts)
-            raise
-        self._keep_answer(texts)
-        say(f"[{status}]")
-
-    def _keep_answer(self, texts: Sequence[str]) -> None:
-        """Adds the received texts as the answer; without any, removes the user's message."""
-        self._unanswered = False
-        if texts:
-            self._conversation.add("assistant", "".join(texts))
-            print(flush=True)
-        else:
-            self._conversation.undo()
-            say("There was no answer; your message was removed from the conversation.")
-
-    def _print_answer(self, texts: list[str]) -> str:
-        """Prints the answer, appends its pieces to `texts`, and returns the status line."""
-        codec, sampling = self._codec, self._sampling
-        while True:
             tokens = self._fit_context()
             painter = Painter(TextStream(codec.spelling, tokens, sampling.stop, codec.end_tokens(sampling)))
             stream = self._client.ask(request_with(self._options, tokens, sampling), reading_progress(self._screen))
-            try:
-                for chunk in stream:
-                    self._screen.clear()
-                    texts += [chunk.text] if chunk.text else []
-                    print(painter.paint_chunk(chunk), end="", flush=True)
-                break
-            except PromptTooLong:
-                if not self._drop_oldest():
-                    raise
-        result = stream.result
-        if result.finish_reason == "length" and len(result.token_ids) < sampling.max_tokens:
-            self._context = result.prompt_tokens + len(result.token_ids)
-        status = format_summary(result, sampling.max_tokens)
-        return f"{status}\n {format_legend(painter.counts)}" if painter.counts else status
+            for chunk in stream:
+                self._screen.clear()
+                texts.append(chunk.text)
+                print(painter.paint_chunk(chunk), end="", flush=True)
+        finally:
+            self._screen.clear()
+            if any(texts):
+                self._conversation.add("assistant", "".join(texts))
+                print(flush=True)
+            else:
+                self._conversation.undo()
+                say("There was no answer; your message was removed from the conversation.")
+        legend = f"\n {format_legend(painter.counts)}" if painter.counts else ""
+        say(f"[{format_summary(stream.result, sampling.max_tokens)}{legend}]")
 
     def _fit_context(self) -> tuple[int, ...]:
-        """Returns the conversation's tokens. Once the context was full, drops messages to leave room for an answer."""
+        """Returns the conversation's tokens; removes its oldest messages while they leave no room for an answer."""
+        context = self._codec.model.context_length
+        room = min(self._sampling.max_tokens, context // 2)
         while True:
             tokens = self._codec.encode_prompt(self._conversation.messages)
-            room = 0 if self._context is None else min(self._sampling.max_tokens, self._context // 2)
-            if self._context is None or len(tokens) + room <= self._context or not self._drop_oldest():
+            if len(tokens) + room <= context or (removed := self._conversation.drop_oldest()) is None:
                 return tokens
-
-    def _drop_oldest(self) -> bool:
-        """Removes the oldest message and its answer; returns False if only the newest message is left."""
-        if (removed := self._conversation.drop_oldest()) is not None:
             say(f"Note: the context is full; your oldest message and its answer were removed: {_shorten(removed)}")
-        return removed is not None
 
 
 def _shorten(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,9 @@ from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import MODELS_ONLY, child_environment, python
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pairing.model_files import (
-    DEFAULT_MODEL,
-    MODEL_VARIABLE,
-    TINY,
-    find_model,
-    is_on_disk,
-    tiny_pair,
-)
+from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings, check_setting
-from outrider.protocol.digest import cache_folder
 from outrider.protocol.errors import InvalidRequest, WorkerError
 
 REPORT_MODULE = "outrider.drafters.coreml.doctor"
@@ -32,7 +23,7 @@ GIBIBYTE = 2**30
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    drafting = "the draft model to time (default: the default model's; in a clone without that model, the tiny one)"
+    drafting = "the draft model to time (default: the default model's)"
     parser.add_argument("--draft-model", metavar="ID|PATH", help=drafting)
     trial = "convert the draft model and try Core ML, which can take minutes"
     parser.add_argument("--probe", action="store_true", help=trial)
@@ -60,12 +51,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _find_default_draft() -> Path:
-    """Returns the default model's draft; if the default would have to be downloaded, the tiny one, if there is one."""
-    model = os.environ.get(MODEL_VARIABLE) or DEFAULT_MODEL
-    if is_on_disk(TINY) and not is_on_disk(model):
-        return Path(tiny_pair()[1])
+    """Returns the default model's draft."""
     if (draft := choose_pair(ServeSettings()).draft) is None:
-        raise InvalidRequest(f"no draft model comes with {model}; expected --draft-model")
+        raise InvalidRequest(f"no draft model comes with {default_model()}; expected --draft-model")
     return draft.folder
 
 
@@ -79,7 +67,6 @@ def _format_report(report: dict[str, Any]) -> str:
         ("libraries", ", ".join(f"{name} {number}" for name, number in machine["libraries"].items())),
         ("MLX runs on", machine["mlx_device"]),
         ("BLAS", _describe_blas()),
-        ("mode auto", _describe_learned()),
     ]
     lines = [f"{name:12} {value}" for name, value in rows]
     lines += ["", f"drafting with {report['model']}: milliseconds for 1 token, and for 8 tokens at once"]
@@ -91,13 +78,6 @@ def _describe_blas() -> str:
     if not system.needs_openblas():
         return "Accelerate"
     return system.find_openblas() or "MLX's own, which is slow (docs/install.md)"
-
-
-def _describe_learned() -> str:
-    """Describes how many pairs `tune` and running servers have measured, and where the results are."""
-    folder = cache_folder()
-    counts = [len([*folder.glob(f"{kind}-*.json")]) if os.path.isdir(folder) else 0 for kind in ("tuning", "memory")]
-    return "{} pairs measured by tune, {} by running servers, in {}".format(*counts, folder)
 
 
 def _format_placement(place: dict[str, Any]) -> str:

@@ -7,18 +7,20 @@ import dataclasses
 import json
 import stat
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider.orchestrator.cli import flags, terminal
+from msgspec import structs
+
+from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.client import BaseClient, Client, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.dialogue import EMPTY_PROMPT, GenerationResult, Prompt, generate_message, pluralize
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pairing.chat_template import Message, chat_template
+from outrider.orchestrator.pairing.chat_template import Message
 from outrider.orchestrator.pairing.model_files import default_model, find_model, is_on_disk
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.settings import ServeSettings, flag_of
@@ -35,13 +37,6 @@ FAILOVER_SECONDS = 1.0
 REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "log_level", "log_format", "keys")
 """Cluster settings that also concern a request to a running server."""
 
-JSON_FIELDS = (
-    "text", "token_ids", "prompt_tokens", "finish_reason", "mode", "seed", "model", "draft_model",
-)  # fmt: skip
-JSON_TIMINGS = (
-    "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
-    "draft_n", "draft_n_accepted", "draft_rounds", "cache_hits", "cache_misses",
-)  # fmt: skip
 COMMON = (
     "--prompt", "--chat", "--system-prompt", "--json", "--connect", "--model", "--draft-model", "--mode",
     "--max-tokens", "--temp", "--seed", "--stop", "--json-schema",
@@ -124,7 +119,16 @@ def as_chat(found: object, name: str) -> tuple[Message, ...]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_generation_flags(parser)
+    given = parser.add_mutually_exclusive_group()
+    text = "the text to complete; - reads it from stdin"
+    given.add_argument("prompt", nargs="?", default=argparse.SUPPRESS, metavar="PROMPT", help=text)
+    flag = "PROMPT as a flag, for text that may begin with a dash (default: none)"
+    given.add_argument("--prompt", "-p", metavar="PROMPT", help=flag)
+    add_conversation_flags(parser)
+    add_connect_flags(parser)
+    flags.add_sampling_flags(parser)
+    flags.add_request_flags(parser)
+    flags.add_cluster_flags(parser, (*flags.MULTI_REQUEST_SETTINGS, "prompt_cache"))
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -134,11 +138,11 @@ def run(options: argparse.Namespace) -> int:
     if options.logprobs is not None and not options.json:
         raise InvalidRequest("--logprobs needs --json")
     prompt = prompt_of(options)
-    request = request_of(options, prompt)
-    result = generate(options, request, screen, show_text=not options.json)
+    given = prompt if isinstance(prompt, str) else load_model_codec(options).encode_prompt(prompt)
+    request = request_with(options, given, SamplingParams(**flags.given_sampling(options)))
+    result = _complete(options, request, screen)
     if options.json:
-        templated = request.chat_template and _has_template(options, result.model)
-        print(json.dumps(as_json(result, request, prompt, templated), ensure_ascii=not terminal.can_write_unicode()))
+        print(json.dumps(as_json(result, request, prompt)))
     else:
         say(result.summary())
         if result.finish_reason == "length":
@@ -151,20 +155,6 @@ def explain_cut_off(result: GenerationResult, max_tokens: int) -> str:
     if len(result.token_ids) >= max_tokens:
         return f"cut off after {pluralize(max_tokens, 'token')} (--max-tokens)"
     return f"cut off because the context is full ({pluralize(result.prompt_tokens + len(result.token_ids), 'token')})"
-
-
-def add_generation_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Adds the flags that say what to generate and where, for `generate` and `verify`."""
-    given = parser.add_mutually_exclusive_group()
-    text = "the text to complete; - reads it from stdin"
-    given.add_argument("prompt", nargs="?", default=argparse.SUPPRESS, metavar="PROMPT", help=text)
-    flag = "PROMPT as a flag, for text that may begin with a dash (default: none)"
-    given.add_argument("--prompt", "-p", metavar="PROMPT", help=flag)
-    add_conversation_flags(parser)
-    add_connect_flags(parser)
-    flags.add_sampling_flags(parser, without)
-    flags.add_request_flags(parser)
-    flags.add_cluster_flags(parser, (*flags.MULTI_REQUEST_SETTINGS, "prompt_cache"))
 
 
 def add_conversation_flags(parser: argparse.ArgumentParser) -> None:
@@ -188,14 +178,14 @@ def add_server_key_flag(add: Callable[..., object]) -> None:
     add("--server-key", metavar="KEY", help=key)
 
 
-def generate(options: argparse.Namespace, request: Generate, screen: Screen, show_text: bool) -> GenerationResult:
-    """Runs one request on the server that the flags name, or on a new cluster, after checking all settings."""
+def _complete(options: argparse.Namespace, request: Generate, screen: Screen) -> GenerationResult:
+    """Runs one request on the server that the flags name, or on a new cluster; prints its text unless --json is set."""
     with open_client(options, screen) as client:
         stream, printed = client.ask(request, reading_progress(screen)), ""
         try:
             for chunk in stream:
                 screen.clear()
-                if show_text:
+                if not options.json:
                     print(chunk.text, end="", flush=True)
                     printed += chunk.text
         finally:
@@ -208,12 +198,6 @@ def generate(options: argparse.Namespace, request: Generate, screen: Screen, sho
 def reading_progress(screen: Screen) -> Callable[[int, int], None]:
     """Returns a function that shows how many tokens of a prompt have been read."""
     return lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens")
-
-
-def request_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> Generate:
-    """Returns the checked request. A conversation is turned into tokens by the model's chat template."""
-    given = prompt if isinstance(prompt, str) else load_model_codec(options).encode_prompt(prompt)
-    return request_with(options, given, SamplingParams(**flags.given_sampling(options)))
 
 
 def request_with(options: argparse.Namespace, prompt: Prompt, sampling: SamplingParams) -> Generate:
@@ -241,9 +225,7 @@ def open_client(options: argparse.Namespace, screen: Screen) -> Iterator[BaseCli
         clients = connect_all(options)
         yield clients[0] if len(clients) == 1 else Resumed(clients)
         return
-    if options.model is None:
-        require_mlx()  # before anything is downloaded
-        settings["model"] = _use_default_model(options)
+    require_mlx()  # before anything is downloaded
     try:
         cluster = LocalCluster(progress=screen.show, **settings)
     finally:
@@ -295,51 +277,25 @@ def load_model_codec(options: argparse.Namespace) -> TextCodec:
     Raises:
         OutriderError: nothing answers at --connect, or the model's files are not on this machine.
     """
-    name = options.model or (_use_default_model(options) if options.connect is None else _find_served_model(options))
-    files = find_model(name, weights=False, keep_precision=bool(options.gguf_keep_precision))
+    name = options.model or (default_model() if options.connect is None else _find_served_model(options))
+    files = find_model(name, weights=False)
     return load_codec(files, template=not options.ignore_chat_template)
 
 
-def _use_default_model(options: argparse.Namespace) -> str:
-    """Returns the default model, and sets it in the options."""
-    options.model, note = default_model(bool(options.gguf_keep_precision))
-    if note is not None:
-        say(f"Note: {note}")
-    return str(options.model)
-
-
-def _has_template(options: argparse.Namespace, model: str) -> bool:
-    """Returns whether the model has a chat template; True for a model that only another machine has."""
-    if options.connect is not None and not is_on_disk(model):
-        return True
-    files = find_model(model, weights=False, keep_precision=bool(options.gguf_keep_precision))
-    return chat_template(files.folder) is not None
-
-
 def read_prompt(given: str) -> str:
-    if given != "-":
-        return given
-    try:
-        text = sys.stdin.read()
-        text.encode()
-    except UnicodeError:
-        raise InvalidRequest("the prompt on stdin is not UTF-8; expected text in UTF-8") from None
-    return text
+    return sys.stdin.read() if given == "-" else given
 
 
-def as_json(
-    result: GenerationResult, request: Generate, prompt: str | tuple[Message, ...], templated: bool
-) -> dict[str, Any]:
-    """Returns the result under llama.cpp's names, with everything that `verify` needs."""
+def as_json(result: GenerationResult, request: Generate, prompt: str | tuple[Message, ...]) -> dict[str, Any]:
+    """Returns the result, its timings under llama.cpp's names, and everything that `verify` needs."""
     sampling = dataclasses.asdict(request.sampling)
     del sampling["seed"]  # None for a seed that the server chose; `seed` below is the one in use
     return {
-        **{name: getattr(result, name) for name in JSON_FIELDS},
+        **dataclasses.asdict(result),
+        "timings": structs.asdict(result.timings),
         "prompt": prompt,
-        "chat_template": templated,
+        "chat_template": request.chat_template,
         "sampling": sampling,
-        "timings": {name: getattr(result.timings, name) for name in JSON_TIMINGS},
-        **({} if result.logprobs is None else {"logprobs": [dataclasses.asdict(one) for one in result.logprobs]}),
     }
 
 

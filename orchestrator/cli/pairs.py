@@ -13,7 +13,7 @@ from outrider.orchestrator.pairing.model_files import (
     tiny_pair,
 )
 from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel
-from outrider.orchestrator.pairing.tokenizer import load_codec, token_texts, vocabulary_difference
+from outrider.orchestrator.pairing.tokenizer import load_codec, ordinary_tokens, vocabulary_difference
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 KNOWN_PAIRS = (
@@ -49,8 +49,7 @@ def run(options: argparse.Namespace) -> int:
         print(line)
     if differs := vocabulary_difference(*codecs):
         raise ModelError(f"{options.draft} can't draft for {options.target}: {differs}")
-    shared = set.intersection(*(set(token_texts(codec)) for codec in codecs))
-    print(f"fits: both have the same {len(shared)} tokens")
+    print(f"fits: both have the same {len(ordinary_tokens(codecs[0]))} tokens, besides names in brackets")
     return 0
 
 
@@ -65,12 +64,7 @@ def _describe_pair(target: ModelFiles, draft: ModelFiles) -> list[str]:
 
 
 def _format_pulled(model: PulledModel) -> str:
-    notes = [
-        *(["default"] if model.name == DEFAULT_MODEL else []),
-        *([] if model.chat else ["base model"]),
-        *(["terms"] if model.terms else []),
-        *(["pulled"] if model.is_on_disk else []),
-    ]
+    notes = ["default"] * (model.name == DEFAULT_MODEL) + ["pulled"] * model.is_on_disk
     return f"  {model.name:13}{model.title:23}{model.size / 1e6:3.0f} MB  {model.licence:12}{', '.join(notes)}".rstrip()
 
 

@@ -84,11 +84,6 @@ def run_guarded(command: Callable[[], int]) -> int:
         return OutriderError.exit_code
 
 
-def can_write_unicode() -> bool:
-    """Returns whether stdout can write every character."""
-    return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
-
-
 def _prepare_streams() -> None:
     """Opens closed streams, so that no socket gets their number; characters that stdout can't write become `?`."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):

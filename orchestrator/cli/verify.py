@@ -1,7 +1,6 @@
 """Verifies that an output is exactly the target's, by a teacher-forced replay through the target alone.
 
-Reads the output of `outrider generate --json`, with its model, prompt and sampling (flags override them), or generates
-one first, with the flags of `outrider generate`. Checks the tokens, where the output ends, and the text. A tie is a
+Reads the output of `outrider generate --json`. Checks the tokens, where the output ends, and the text. A tie is a
 difference within rounding; any other difference is a mismatch.
 """
 
@@ -21,7 +20,7 @@ from typing import Any
 import msgspec
 
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.generate import add_generation_flags, as_chat, as_json, generate, prompt_of, request_of
+from outrider.orchestrator.cli.generate import as_chat
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.dialogue import pluralize
 from outrider.orchestrator.machine import system
@@ -38,7 +37,6 @@ REPLAY_THREADS = 1
 MAX_QUOTED = 20
 NOT_CERTIFIED_EXIT_CODE = 1
 EXPECTED_OUTPUT = "the output of `outrider generate --json`"
-COMMON = ("--json-file", "--json", "--prompt", "--model", "--draft-model", "--mode", "--max-tokens", "--temp", "--seed")
 
 
 def certify(
@@ -145,25 +143,25 @@ def _first_difference(decoded: str, text: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_generation_flags(parser, ("logprobs",))
-    file = "the output of `outrider generate --json` (default: generate one first)"
-    parser.add_argument("--json-file", type=Path, metavar="FILE", help=file)
+    parser.add_argument("file", type=Path, metavar="FILE", help=EXPECTED_OUTPUT)
+    parser.add_argument("--model", metavar="ID|PATH", help="the target (default: the file's)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    for name in ("cpu_kernels", "log_level", "log_format"):
+        flags.add_setting(parser.add_argument, name)
 
 
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
-    flags.settings_of(options)  # checks them: no cluster may be started
-    screen = Screen()
-    output = _parse_output(_read_output(options) if options.json_file else _generate_output(options, screen), options)
+    flags.settings_of(options)  # checks them
+    screen, output = Screen(), _read_output(options)
     output.sampling.require_coupled()
-    model = find_model(output.model, keep_precision=bool(options.gguf_keep_precision))
+    model = find_model(output.model)
     codec = load_codec(model, template=output.chat_template)
     tokens = codec.encode_prompt(output.prompt)
     if len(tokens) != output.prompt_tokens:
         raise InvalidRequest(
             f"the prompt has {len(tokens)} tokens, and the output's prompt had {output.prompt_tokens}; expected the"
-            " prompt and the model that the output was generated with"
+            " model that the output was generated with"
         )
     ends = codec.end_tokens(output.sampling)
     report = certify(model.folder, tokens, output.token_ids, output.sampling, screen.show, ends, options.cpu_kernels)
@@ -177,46 +175,24 @@ def run(options: argparse.Namespace) -> int:
     return 0 if holds else NOT_CERTIFIED_EXIT_CODE
 
 
-def _generate_output(options: argparse.Namespace, screen: Screen) -> dict[str, Any]:
-    if options.prompt is None and options.chat is None:
-        raise InvalidRequest("there is nothing to verify; expected --json-file, or --prompt to generate an output")
-    if options.prompt and (options.prompt.endswith(".json") or os.path.isfile(options.prompt)):
-        raise InvalidRequest(f"the prompt is a file; expected --json-file {options.prompt}, or text to complete")
-    prompt = prompt_of(options)
-    request = request_of(options, prompt)
-    request.sampling.require_coupled()
-    return as_json(generate(options, request, screen, show_text=False), request, prompt, request.chat_template)
-
-
-def _read_output(options: argparse.Namespace) -> dict[str, Any]:
-    path: Path = options.json_file
+def _read_output(options: argparse.Namespace) -> Output:
+    path: Path = options.file
     try:
         found = msgspec.json.decode(flags.read_text_file(path, EXPECTED_OUTPUT), type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{path} is not a JSON object ({error}); expected {EXPECTED_OUTPUT}") from None
-    if options.prompt is not None or options.chat is not None:
-        found["prompt"] = prompt_of(options)
-    if found.get("prompt") is None:
-        raise InvalidRequest(f"{path} does not contain its prompt; expected --prompt and the sampling flags")
-    if not isinstance(found["prompt"], str):
-        as_chat(found["prompt"], str(path))
-    return found
-
-
-def _parse_output(found: dict[str, Any], options: argparse.Namespace) -> Output:
-    """Parses the output of `outrider generate --json`; flags override its model and sampling."""
     try:
+        if not isinstance(found["prompt"], str):
+            as_chat(found["prompt"], str(path))
         found |= {
             "model": options.model or found["model"],
-            "chat_template": found.get("chat_template", True) and not options.ignore_chat_template,
-            "sampling": SamplingParams(
-                **{**found.get("sampling", {}), "seed": found["seed"], **flags.given_sampling(options)}
-            ),
+            "chat_template": found.get("chat_template", True),
+            "sampling": SamplingParams(**{**found.get("sampling", {}), "seed": found["seed"]}),
         }
         return msgspec.convert(found, Output)
     except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise InvalidRequest(f"{options.json_file} can't be used ({why}); expected {EXPECTED_OUTPUT}") from None
+        raise InvalidRequest(f"{path} can't be used ({why}); expected {EXPECTED_OUTPUT}") from None
 
 
 def _format_report(report: Report, own_faults: tuple[str, ...], codec: TextCodec) -> str:

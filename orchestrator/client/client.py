@@ -172,9 +172,6 @@ class BaseStream(Generic[C, R]):
         self._dialogue = dialogue
         self._reading: Callable[[], R | None] = lambda: None
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self._dialogue.state}>"
-
     @property
     def result(self) -> GenerationResult:
         """The finished completion. Raises InvalidRequest if the stream was not read to its end."""
@@ -377,11 +374,9 @@ class ClientSelector(Generic[C]):
     _client_type: type[C]
 
     def __init__(self, clients: Sequence[C]) -> None:
-        if not isinstance(clients, Sequence) or not all(isinstance(one, self._client_type) for one in clients):
-            kind = self._client_type.__name__
-            raise InvalidRequest(f"clients is {clients!r}; expected a list of clients, such as [{kind}(A), {kind}(B)]")
-        if not clients:
-            raise InvalidRequest("Resumed needs at least one client")
+        kind, name = self._client_type, self._client_type.__name__
+        if not (isinstance(clients, Sequence) and clients and all(isinstance(one, kind) for one in clients)):
+            raise InvalidRequest(f"clients is {clients!r}; expected a list of clients, such as [{name}(A), {name}(B)]")
         super().__init__()
         self._clients: list[C] = list(clients)
         self._current = 0

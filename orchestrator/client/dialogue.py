@@ -300,17 +300,6 @@ class Dialogue:
         hopeless = isinstance(error, OtherModel) or not begun
         return self._sources > 0 and self._worker_errors <= MAX_WORKER_ERRORS and not (tried_all and hopeless)
 
-    @property
-    def state(self) -> str:
-        """The state in words, for `repr`."""
-        if self._done is not None:
-            state = f"finished ({self._done.reason})"
-        elif self.is_closed or self.over:
-            state = "closed" if self.is_closed else "failed"
-        else:
-            state = "running" if self._begun else "not started"
-        return f"{state}, {pluralize(len(self._tokens), 'token')}"
-
     def handle_message(self, message: Message) -> Chunk | None:
         """Handles an answer; returns its chunk, if it has one.
 

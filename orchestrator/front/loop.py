@@ -75,7 +75,7 @@ class Front:
         while self._running:
             if self._clients.monitor in dict(poller.poll()):
                 self._clients.update_connections()
-            for event in events.merge_commits(self._queues.events.take()):
+            for event in list(self._queues.events.take()):  # those put meanwhile wait for the next turn
                 self._on_event(event)
             for received in self._clients.receive(MESSAGES_PER_TURN):
                 self._on_message(received)
@@ -215,24 +215,13 @@ class Front:
         if event.stage and not self._ready:
             self._announce(events.Stage(event.stage))
         if event.fatal and not self._fatal:
-            self._give_up(WorkerError.__name__, event.fatal)
-        elif becomes_ready and (why := self._explain_shortage()):
-            self._give_up(InvalidRequest.__name__, why)
+            self._fatal = event.fatal
+            self._fail_all(WorkerError.__name__, event.fatal)
+            self._announce(events.Failure(WorkerError.__name__, event.fatal))
         elif becomes_ready:
             notes = (*self._pair.notes, *event.notes)
             self._announce(events.ServerReady(self._clients.endpoint, notes=notes))
         self._ready = self._ready or becomes_ready  # a worker lost later is restarted or left out
-
-    def _give_up(self, kind: str, why: str) -> None:
-        self._fatal = why
-        self._fail_all(kind, why)
-        self._announce(events.Failure(kind, why))
-
-    def _explain_shortage(self) -> str:
-        """Returns why the cluster can't start with its `kv_memory`; empty: it can."""
-        if self._pair.settings.kv_memory is None:
-            return ""
-        return self._admission.kv_budget.explain_shortage(self._admission.context_length, self._pair.target.name)
 
     def _on_request_began(self, ticket: Ticket, event: events.RequestBegan) -> None:
         admit = ticket.admit

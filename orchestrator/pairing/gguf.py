@@ -6,9 +6,8 @@ error. Knows the container and its block types; knows no architecture and no tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -24,8 +23,8 @@ VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 GROUP_SIZE = 32
 UNQUANTIZED_KINDS = ("F32", "F16", "BF16")
-_WEIGHTS_PER_PIECE = 2**24
-"""Weights unpacked at a time; each then takes about ten bytes."""
+_WEIGHTS_PER_PIECE = 2**23
+"""Weights converted at a time; each then takes about twenty bytes."""
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -36,10 +35,11 @@ MlxTensor: TypeAlias = "dict[str, NDArray[Any]]"
 
 Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 keep their exact numbers. Q4_K and Q5_K keep their levels; the scale and minimum of a
 group, products of two numbers in the file, are rounded to half precision. Other block types have no such form (groups
-of 16, curves): they are quantised again, with two bits more than they had, or kept in half precision.
+of 16, curves): they are quantised again, with two bits more than they had.
 """
 
-_Unpacked = tuple[Bytes, Floats, Floats]
+_KEPT_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5}
+"""The types whose levels MLX's form can hold, and the number of their bits."""
 
 _REQUANTIZED_BITS = {
     **dict.fromkeys(("Q2_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "TQ1_0", "TQ2_0"), 4),
@@ -247,11 +247,9 @@ def _describe(value: Value) -> str:
     return f"the text {value[:40]!r}" if isinstance(value, str) else repr(value)
 
 
-def mlx_bits(kind: str, keep_precision: bool) -> int | None:
+def mlx_bits(kind: str) -> int | None:
     """Returns the number of bits in which MLX stores a tensor of this type; None: not quantised."""
-    if kind in _MLX_KINDS:
-        return _MLX_KINDS[kind][0]
-    return None if keep_precision or kind in UNQUANTIZED_KINDS else _REQUANTIZED_BITS.get(kind)
+    return _KEPT_BITS.get(kind) or _REQUANTIZED_BITS.get(kind)
 
 
 def convert_tensor(file: GgufFile, name: str, bits: int | None, dtype: str) -> MlxTensor:
@@ -284,12 +282,9 @@ def _pack_levels(levels: Bytes, bits: int) -> NDArray[np.uint32]:
 def quantize(weights: Floats, bits: int) -> MlxTensor:
     """Quantises weights on a uniform grid from the smallest to the largest weight of each group."""
     groups = weights.reshape(len(weights), -1, GROUP_SIZE)
-    biases = groups.min(-1).astype(np.float16)
-    scales = ((groups.max(-1) - biases.astype(np.float32)) / (2**bits - 1)).astype(np.float16)
-    step, least = scales.astype(np.float32)[..., None], biases.astype(np.float32)[..., None]
-    levels = np.divide(groups - least, step, out=np.zeros_like(groups), where=step > 0)
-    levels = np.clip(np.rint(levels), 0, 2**bits - 1).astype(np.uint8)
-    return {"weight": _pack_levels(levels.reshape(weights.shape), bits), "scales": scales, "biases": biases}
+    biases = groups.min(-1).astype(np.float16).astype(np.float32)
+    scales = ((groups.max(-1) - biases) / (2**bits - 1)).astype(np.float16).astype(np.float32)
+    return _pack(weights, scales, biases, bits)
 
 
 def _dequantize(file: GgufFile, name: str, kind: str, rows: Bytes) -> Floats:
@@ -306,70 +301,36 @@ def _dequantize(file: GgufFile, name: str, kind: str, rows: Bytes) -> Floats:
 
 
 def _to_mlx(file: GgufFile, name: str, kind: str, rows: Bytes, bits: int) -> MlxTensor:
-    if kind not in _MLX_KINDS:
-        return quantize(_dequantize(file, name, kind, rows), bits)
-    width = _MLX_KINDS[kind][1]
+    weights = _dequantize(file, name, kind, rows)
+    if kind not in _KEPT_BITS:
+        return quantize(weights, bits)
     with np.errstate(over="ignore", invalid="ignore"):
-        levels, scales, biases = _MLX_KINDS[kind][2](rows.reshape(-1, width))
-        halves = [part.astype(np.float16).reshape(len(rows), -1) for part in (scales, biases)]
-    if not all(np.isfinite(part).all() for part in halves):
+        scales, biases = _read_scales(kind, rows)
+        is_finite = np.isfinite([scales.astype(np.float16), biases.astype(np.float16)]).all()
+    if not is_finite:
         raise ModelError(f"{file.path}: the tensor {name} holds numbers beyond half precision; download the file again")
-    return {"weight": _pack_levels(levels.reshape(len(rows), -1), bits), "scales": halves[0], "biases": halves[1]}
+    return _pack(weights, scales, biases, bits)
 
 
-def _read_halves(blocks: Bytes, first: int) -> Floats:
-    return np.ascontiguousarray(blocks[:, first : first + 2]).view("<f2").astype(np.float32)
-
-
-def _unpack_nibbles(packed_bytes: Bytes) -> Bytes:
-    """Unpacks ggml's order in a block: all low halves, then all high halves."""
-    return np.concatenate([packed_bytes & np.uint8(15), packed_bytes >> np.uint8(4)], axis=-1)
-
-
-def _unpack_32(blocks: Bytes, bits: int, has_bias: bool) -> _Unpacked:
-    """Unpacks a block of 32 weights: its scale, its bias if it has one, the fifth bits if it has them, nibbles."""
-    at, scale = 4 if has_bias else 2, _read_halves(blocks, 0)
-    levels = _unpack_nibbles(blocks[:, at + 4 * (bits == 5) :])
-    if bits == 5:
-        levels |= np.unpackbits(blocks[:, at : at + 4], axis=-1, bitorder="little") << np.uint8(4)
-    return levels, scale, _read_halves(blocks, 2) if has_bias else -(2.0 ** (bits - 1)) * scale
-
-
-def _unpack_q8_0(blocks: Bytes) -> _Unpacked:
-    scale = _read_halves(blocks, 0)
-    return blocks[:, 2:] ^ np.uint8(0x80), scale, -128 * scale
-
-
-def _unpack_k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Returns scale and bias of each of the eight groups in a block of 256."""
+def _read_scales(kind: str, rows: Bytes) -> tuple[Floats, Floats]:
+    """Returns scale and bias of each group of 32 weights [rows, groups], for a type in `_KEPT_BITS`."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import Q4_K
 
-    scales, minima = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
-    return _read_halves(blocks, 0) * scales, -_read_halves(blocks, 2) * minima
+    blocks = rows.reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1])
+    scales, second = (np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32) for at in (0, 2))
+    if kind.endswith("_K"):
+        factors, minima = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
+        scales, biases = scales * factors, -second * minima
+    else:
+        biases = second if kind.endswith("_1") else -(2.0 ** (_KEPT_BITS[kind] - 1)) * scales
+    return scales.reshape(len(rows), -1), biases.reshape(len(rows), -1)
 
 
-def _unpack_k_nibbles(packed_bytes: Bytes) -> Bytes:
-    """Unpacks groups of which two share 32 bytes: one in the low halves, the next in the high halves."""
-    return _unpack_nibbles(packed_bytes.reshape(-1, 32)).reshape(len(packed_bytes), 256)
-
-
-def _unpack_q4_k(blocks: Bytes) -> _Unpacked:
-    return _unpack_k_nibbles(blocks[:, 16:]), *_unpack_k_scales(blocks)
-
-
-def _unpack_q5_k(blocks: Bytes) -> _Unpacked:
-    group_bits = np.arange(8, dtype=np.uint8)[:, None]
-    fifth = (blocks[:, None, 16:48] >> group_bits & np.uint8(1)).reshape(len(blocks), 256) << np.uint8(4)
-    return _unpack_k_nibbles(blocks[:, 48:]) | fifth, *_unpack_k_scales(blocks)
-
-
-_MLX_KINDS: dict[str, tuple[int, int, Callable[[Bytes], _Unpacked]]] = {
-    "Q4_0": (4, 18, partial(_unpack_32, bits=4, has_bias=False)),
-    "Q4_1": (4, 20, partial(_unpack_32, bits=4, has_bias=True)),
-    "Q5_0": (5, 22, partial(_unpack_32, bits=5, has_bias=False)),
-    "Q5_1": (5, 24, partial(_unpack_32, bits=5, has_bias=True)),
-    "Q8_0": (8, 34, _unpack_q8_0),
-    "Q4_K": (4, 144, _unpack_q4_k),
-    "Q5_K": (5, 176, _unpack_q5_k),
-}
-"""Types that MLX's form can hold: bits, bytes per block, and the function that unpacks blocks."""
+def _pack(weights: Floats, scales: Floats, biases: Floats, bits: int) -> MlxTensor:
+    """Returns the matrix of the levels q for which w = scale q + bias is nearest to each weight."""
+    groups, steps = weights.reshape(*scales.shape, GROUP_SIZE), scales[..., None]
+    levels = np.divide(groups - biases[..., None], steps, out=np.zeros_like(groups), where=steps != 0)
+    levels = np.clip(np.rint(levels), 0, 2**bits - 1).astype(np.uint8)
+    packed = _pack_levels(levels.reshape(weights.shape), bits)
+    return {"weight": packed, "scales": scales.astype(np.float16), "biases": biases.astype(np.float16)}

@@ -54,13 +54,12 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """The names of an architecture and of its blocks' tensors in mlx-lm and Hugging Face.
+    """The name of an architecture in mlx-lm, and the names of its blocks' tensors there and in Hugging Face.
 
     `permuted`: q and k have their rotary halves interleaved. `norms_plus_one`: the file stores norms' weights plus 1.
     """
 
     model_type: str
-    class_name: str
     blocks: Mapping[str, str]
     permuted: bool = False
     norms_plus_one: bool = False
@@ -72,21 +71,17 @@ _GEMMA = {**_LLAMA, **_FOUR_NORMS}
 _ROUTING = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 ARCHITECTURES = {
-    "llama": GgufArchitecture("llama", "LlamaForCausalLM", _LLAMA, permuted=True),
-    "mistral": GgufArchitecture("mistral", "MistralForCausalLM", _LLAMA, permuted=True),
-    "smollm3": GgufArchitecture("smollm3", "SmolLM3ForCausalLM", _LLAMA, permuted=True),
-    "granite": GgufArchitecture("granite", "GraniteForCausalLM", _LLAMA, permuted=True),
-    "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM", _LLAMA),
-    "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM", {**_LLAMA, **_HEAD_NORMS}),
-    "qwen3moe": GgufArchitecture(
-        "qwen3_moe", "Qwen3MoeForCausalLM", {**_NORMS, **_ATTENTION, **_HEAD_NORMS, **_EXPERTS}, settings=_ROUTING
-    ),
-    "gemma2": GgufArchitecture("gemma2", "Gemma2ForCausalLM", _GEMMA, norms_plus_one=True, settings=_GELU),
-    "gemma3": GgufArchitecture(
-        "gemma3_text", "Gemma3ForCausalLM", {**_GEMMA, **_HEAD_NORMS}, norms_plus_one=True, settings=_GELU
-    ),
-    "olmo2": GgufArchitecture("olmo2", "Olmo2ForCausalLM", {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_OUTPUT_NORMS}),
-    "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM", {**_NORMS, **_FUSED}),
+    "llama": GgufArchitecture("llama", _LLAMA, permuted=True),
+    "mistral": GgufArchitecture("mistral", _LLAMA, permuted=True),
+    "smollm3": GgufArchitecture("smollm3", _LLAMA, permuted=True),
+    "granite": GgufArchitecture("granite", _LLAMA, permuted=True),
+    "qwen2": GgufArchitecture("qwen2", _LLAMA),
+    "qwen3": GgufArchitecture("qwen3", {**_LLAMA, **_HEAD_NORMS}),
+    "qwen3moe": GgufArchitecture("qwen3_moe", {**_NORMS, **_ATTENTION, **_HEAD_NORMS, **_EXPERTS}, settings=_ROUTING),
+    "gemma2": GgufArchitecture("gemma2", _GEMMA, norms_plus_one=True, settings=_GELU),
+    "gemma3": GgufArchitecture("gemma3_text", {**_GEMMA, **_HEAD_NORMS}, norms_plus_one=True, settings=_GELU),
+    "olmo2": GgufArchitecture("olmo2", {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_OUTPUT_NORMS}),
+    "phi3": GgufArchitecture("phi3", {**_NORMS, **_FUSED}),
 }
 
 _GRANITE_MULTIPLIERS = {
@@ -105,11 +100,8 @@ _SAMPLING_KEYS = {
 }
 
 
-def write_model(
-    file: GgufFile, folder: Path, keep_precision: bool = False, sampling: Mapping[str, float] | None = None
-) -> None:
-    """Writes the model into an empty folder. `keep_precision`: types that MLX can't store stay in half precision.
-    `sampling`: values for generation_config.json that the file does not have.
+def write_model(file: GgufFile, folder: Path, sampling: Mapping[str, float] | None = None) -> None:
+    """Writes the model into an empty folder. `sampling`: values for generation_config.json that the file lacks.
 
     Raises:
         ModelError: the file has another architecture or is incomplete.
@@ -121,7 +113,7 @@ def write_model(
     bits = {
         new: width
         for old, new in names.items()
-        if len(file.tensors[old].shape) > 1 and (width := gguf.mlx_bits(file.tensors[old].kind, keep_precision))
+        if len(file.tensors[old].shape) > 1 and (width := gguf.mlx_bits(file.tensors[old].kind))
     }
     config = _model_config(file, known, dtype) | _quantization_config(bits)
     ids = gguf_tokenizer.write_tokenizer(file, folder, config["vocab_size"])
@@ -228,7 +220,6 @@ def _model_config(file: GgufFile, known: GgufArchitecture, dtype: str) -> dict[s
             f"{file.path} has embeddings of {sizes} numbers, but an embedding_length of {hidden}; download it again"
         )
     config: dict[str, Any] = {
-        "architectures": [known.class_name],
         "model_type": known.model_type,
         "hidden_size": hidden,
         "intermediate_size": file.size(f"{name}.feed_forward_length"),
@@ -267,7 +258,7 @@ def _architecture_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str,
         }
     if name == "olmo2" and "olmo2.attention.sliding_window" in file.metadata:
         window = file.size("olmo2.attention.sliding_window")
-        return {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "sliding_window": window}
+        return {"model_type": "olmo3", "sliding_window": window}
     if name in ("gemma2", "gemma3"):
         is_27b = config["num_hidden_layers"] == (46 if name == "gemma2" else 62)
         scalar = {"query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else head}

@@ -10,13 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from outrider.orchestrator.pairing.pulled import MODELS_FOLDER, PULLED_MODELS, content_hash, make_once, pull
+from outrider.orchestrator.pairing.pulled import MODELS_FOLDER, PULLED_MODELS, file_version, make_once, pull
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.digest import read_json, read_weight_map
 from outrider.protocol.errors import ModelError, first_line
@@ -67,11 +67,10 @@ class ModelFiles:
     context_length: int
 
 
-def find_model(name: str, weights: bool = True, keep_precision: bool = False) -> ModelFiles:
+def find_model(name: str, weights: bool = True) -> ModelFiles:
     """Finds the files of a named model, a Hugging Face id, a local folder or a GGUF file.
 
-    `weights` False: config and tokenizer only. `keep_precision`: types of a GGUF file that MLX can't hold stay in half
-    precision.
+    `weights` False: config and tokenizer only.
 
     Raises:
         ModelError: no such folder, no such repository, or no model in it; the message says which and what to do.
@@ -82,10 +81,11 @@ def find_model(name: str, weights: bool = True, keep_precision: bool = False) ->
         return _describe_model(name, Path(tiny_pair()[0]), weights)
     if name in PULLED_MODELS:
         model = PULLED_MODELS[name]
-        return _describe_model(name, _convert_gguf(partial(pull, model), keep_precision, model.sha256), weights)
+        folder = _convert_gguf(partial(pull, model), model.sha256, model.sampling)
+        return _describe_model(name, folder, weights)
     path = _find_path(name)
     if path is not None and is_gguf(path):
-        return _describe_model(name, _convert_gguf(lambda: path, keep_precision, content_hash(path)), weights)
+        return _describe_model(name, _convert_gguf(lambda: path, file_version(path)), weights)
     return _describe_model(name, path or _fetch_from_hub(name, weights), weights)
 
 
@@ -105,20 +105,9 @@ def _find_path(name: str) -> Path | None:
         raise ModelError(f"{name[:200]} can't be opened ({why}); {_EXPECTED_NAME}") from None
 
 
-def default_model(keep_precision: bool = False) -> tuple[str, str | None]:
-    """Returns the default model's name, and a note if it is the tiny one because the default can't be downloaded.
-
-    Raises:
-        ModelError: the default can't be downloaded, and this installation has no tiny pair.
-    """
-    if named := os.environ.get(MODEL_VARIABLE):
-        return named, None
-    try:
-        return find_model(DEFAULT_MODEL, weights=False, keep_precision=keep_precision).name, None
-    except ModelError as error:
-        if not is_on_disk(TINY):
-            raise
-        return TINY, f"{error}; using the tiny test model (--model tiny) instead, whose answers make little sense"
+def default_model() -> str:
+    """Returns the default model's name."""
+    return os.environ.get(MODEL_VARIABLE) or DEFAULT_MODEL
 
 
 def is_on_disk(name: str) -> bool:
@@ -175,17 +164,16 @@ def tiny_heads() -> dict[str, str]:
     return {file.parent.name: str(file.parent) for file in sorted(TINY_HEADS.glob("*/config.json"))}
 
 
-def _convert_gguf(find: Callable[[], Path], keep_precision: bool, sha256: str) -> Path:
-    form = f"{'half' if keep_precision else 'mlx'}{_CONVERSION_VERSION}"
-    sampling = next((model.sampling for model in PULLED_MODELS.values() if model.sha256 == sha256), None)
+def _convert_gguf(find: Callable[[], Path], version: str, sampling: Mapping[str, float] | None = None) -> Path:
+    """Converts the file that `find` returns, unless this `version` of it is in the cache; see `write_model`."""
 
     def convert(folder: Path) -> None:
         from outrider.orchestrator.pairing.gguf import read_gguf  # deferred: most models don't need it
         from outrider.orchestrator.pairing.gguf_model import write_model
 
-        write_model(read_gguf(find()), folder, keep_precision, sampling)
+        write_model(read_gguf(find()), folder, sampling)
 
-    return make_once(f"gguf/{sha256[:24]}-{form}", convert, "model.safetensors")
+    return make_once(f"gguf/{version[:24]}-mlx{_CONVERSION_VERSION}", convert, "model.safetensors")
 
 
 def _describe_model(name: str, folder: Path, weights: bool) -> ModelFiles:

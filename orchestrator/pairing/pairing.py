@@ -32,7 +32,7 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True, slots=True)
 class ChosenPair:
-    """The models to run; `settings` name their folders. `notes` say what was chosen by default, or left out."""
+    """The models to run; `settings` name their folders. `notes` say what is missing or left out."""
 
     settings: ServeSettings
     target: ModelFiles
@@ -46,21 +46,20 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     Raises:
         ModelError: a model can't be found, or a folder holds no model.
     """
-    keep = settings.gguf_keep_precision
-    model, note = default_model(keep) if settings.model is None else (settings.model, None)
-    notes = () if note is None else (note,)
+    model = settings.model or default_model()
+    notes: tuple[str, ...] = ()
     draft = _find_default_draft(settings, model) if settings.draft_model is None else settings.draft_model
     if draft is None and settings.needs_draft_model:
         if settings.colocate or settings.draft_backend not in ("mlx", "auto"):
             raise ModelError(f"no draft model comes with {model}; expected --draft-model")
         settings = replace(settings, draft_backend="ngram" if settings.ngrams else "none")
         if settings.ngrams and not settings.head and model not in PULLED_MODELS:
-            notes = (*notes, "there is no draft model (--draft-model), so drafts come only from n-grams of the text")
-    target_files, draft_files = find_model(model, not settings.await_target, keep), None
+            notes = ("there is no draft model (--draft-model), so drafts come only from n-grams of the text",)
+    target_files, draft_files = find_model(model, not settings.await_target), None
     if draft is not None and settings.needs_draft_model:
         settings = _resolve_backend(settings, draft, target_files)
         is_mtp = settings.draft_backend == "mtp"
-        draft_files = find_own_head(draft) if is_mtp else find_model(draft, keep_precision=keep)
+        draft_files = find_own_head(draft) if is_mtp else find_model(draft)
         if settings.drafts_with_head:  # a head has the target's tokens and context, whatever its config says
             draft_files = replace(draft_files, vocab_size=None, context_length=target_files.context_length)
     heads, left_out = _resolve_heads(settings.head, target_files)
@@ -99,7 +98,7 @@ def _find_default_draft(settings: ServeSettings, model: str) -> str | None:
     if settings.drafts_with_head:
         raise ModelError(f"no {settings.draft_backend} head comes with {model}; expected --draft-model")
     if model in PULLED_MODELS and settings.draft_backend in ("mlx", "auto"):
-        draft = make_draft(PULLED_MODELS[model], find_model(model, keep_precision=settings.gguf_keep_precision).folder)
+        draft = make_draft(PULLED_MODELS[model], find_model(model).folder)
         return None if draft is None else str(draft)
     return None
 
@@ -151,7 +150,7 @@ def _resolve_head(name: str, target: ModelFiles) -> str:
 
 def _resolve_backend(settings: ServeSettings, draft: str, target: ModelFiles) -> ServeSettings:
     """Replaces backend `auto` by the draft's own. Raises ModelError if a head is given with a model's backend."""
-    files = find_model(draft, weights=False, keep_precision=settings.gguf_keep_precision)
+    files = find_model(draft, weights=False)
     kind = find_head_kind(files.folder, target.folder)
     if settings.draft_backend == "auto":
         return replace(settings, draft_backend=kind or "mlx")

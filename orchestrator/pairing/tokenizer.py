@@ -28,7 +28,6 @@ from outrider.protocol.sampling import SamplingParams
 MAX_SAMPLES = 3
 _BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_FILLER = re.compile(r"(?i)reserved|unused|place.?holder|dummy|extra_(\d|id)|^\W*((control|special)_\d|pad\d*\W*$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,21 +167,12 @@ def _token_set(value: object) -> frozenset[int]:
 def vocabulary_difference(target: TextCodec, draft: TextCodec) -> str:
     """Describes how the texts of the token ids differ in two models; empty if they do not, as a draft model needs.
 
-    How text is split does not matter (only the target's tokenizer splits text), nor does padding: embedding rows beyond
-    the last token, and tokens that are reserved or unused by name.
+    How text is split does not matter (only the target's tokenizer splits text), nor do embeddings without a token.
     """
-    ours, theirs = token_texts(target), token_texts(draft)
-    shared = ours.keys() & theirs.keys()
-    unlike = sorted(i for i in shared if ours[i] != theirs[i] and not (_is_filler(ours[i]) or _is_filler(theirs[i])))
-    if unlike:
-        samples = ", ".join(f"{i} is {ours[i]!r} and {theirs[i]!r}" for i in unlike[:MAX_SAMPLES])
-        return f"{len(unlike)} of {len(shared)} tokens differ, such as {samples}"
-    for one, other, owner in ((ours, theirs, "the target's"), (theirs, ours, "the draft's")):
-        alone = sorted(i for i in one.keys() - other.keys() if not _is_filler(one[i]))
-        if alone:
-            samples = ", ".join(f"{i} ({one[i]!r})" for i in alone[:MAX_SAMPLES])
-            return f"{len(alone)} tokens are only in {owner} vocabulary, such as {samples}"
-    return ""
+    ours, theirs = ordinary_tokens(target), ordinary_tokens(draft)
+    unlike = sorted({token for token, _ in ours.items() ^ theirs.items()})
+    samples = ", ".join(f"{i} is {ours.get(i, '')!r} and {theirs.get(i, '')!r}" for i in unlike[:MAX_SAMPLES])
+    return f"{len(unlike)} tokens differ, such as {samples}" if unlike else ""
 
 
 def require_same_vocabulary(target: TextCodec, draft: TextCodec) -> None:
@@ -195,21 +185,15 @@ def require_same_vocabulary(target: TextCodec, draft: TextCodec) -> None:
 
 
 def vocabulary_digest(codec: TextCodec) -> str:
-    """Returns a digest of the texts of all tokens, to compare the vocabularies of models on two machines.
-
-    Names in brackets are left out: models of a family differ in them, and `vocabulary_difference` mostly ignores them.
-    """
-    ordinary = [(i, token) for i, token in token_texts(codec).items() if not _BRACKETED.fullmatch(token)]
-    return hashlib.sha256(repr(sorted(ordinary)).encode()).hexdigest()[:32]
+    """Returns a digest of `ordinary_tokens`, to compare the vocabularies of models on two machines."""
+    return hashlib.sha256(repr(sorted(ordinary_tokens(codec).items())).encode()).hexdigest()[:32]
 
 
-def token_texts(codec: TextCodec) -> dict[int, str]:
-    """Returns the text of each token id, special tokens included."""
-    return {token_id: token for token, token_id in codec.tokenizer.get_vocab(with_added_tokens=True).items()}
-
-
-def _is_filler(token: str) -> bool:
-    return bool(_FILLER.search(token)) and token.startswith(("<", "["))
+def ordinary_tokens(codec: TextCodec) -> dict[int, str]:
+    """Returns the text of each token id, without names in brackets, in which models of a family differ: reserved and
+    unused tokens, and those of chat formats."""
+    vocabulary = codec.tokenizer.get_vocab(with_added_tokens=True)
+    return {token_id: token for token, token_id in vocabulary.items() if not _BRACKETED.fullmatch(token)}
 
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -163,12 +163,6 @@ def test_command_names_the_blas_that_workers_use(
     assert f"BLAS         {shown}" in doctor_command._format_report(report)
 
 
-def test_command_counts_no_results_in_a_cache_that_can_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTRIDER_CACHE", "/tmp/" + "x" * 300)
-    report = {"machine": dataclasses.asdict(doctor.inspect_machine()), "model": "draft", "placements": []}
-    assert "0 pairs measured by tune, 0 by running servers, in /tmp/xxx" in doctor_command._format_report(report)
-
-
 def test_command_looks_for_the_draft_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("the report takes minutes with --probe"))
     assert main(["doctor", "--draft-model", "/no/such"]) == ModelError.exit_code

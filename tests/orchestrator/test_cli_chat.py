@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import os
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import termios
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -20,7 +19,7 @@ import pytest
 from msgspec.structs import replace
 
 from outrider.orchestrator.cli import chat, main
-from outrider.orchestrator.cli.chat import ORIGINS, RESET_COLOUR, UserInput, parse_entry
+from outrider.orchestrator.cli.chat import ORIGINS, RESET_COLOUR
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -31,8 +30,8 @@ from outrider.orchestrator.events import (
 )
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.chat_template import render_template
-from outrider.orchestrator.pairing.model_files import TINY_TARGET
-from outrider.protocol.errors import InvalidRequest, PromptTooLong, ServerStopped, WorkerError
+from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
+from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import Failed, Progress, Timings
 from outrider.protocol.schema import Origin
 from outrider.protocol.stats import Report
@@ -43,20 +42,11 @@ TEMPLATE = (
 )
 
 
-CTRL_C = "^C"
-
-
 class Terminal(io.StringIO):
-    """The stdin of a terminal. The line `CTRL_C` is an interrupt."""
+    """The stdin of a terminal."""
 
     def isatty(self) -> bool:
         return True
-
-    def readline(self, size: int | None = -1, /) -> str:
-        line = super().readline() if size is None else super().readline(size)
-        if line.strip() == CTRL_C:
-            raise KeyboardInterrupt
-        return line
 
 
 @pytest.fixture
@@ -84,8 +74,7 @@ def talk(server, monkeypatch, capsys):
 
 @pytest.fixture
 def with_template(monkeypatch):
-    for user in ("pairing.tokenizer", "cli.generate"):
-        monkeypatch.setattr(f"outrider.orchestrator.{user}.chat_template", lambda folder: TEMPLATE)
+    monkeypatch.setattr("outrider.orchestrator.pairing.tokenizer.chat_template", lambda folder: TEMPLATE)
 
 
 def prompts(server):
@@ -323,13 +312,6 @@ def test_sigint_on_a_terminal_stops_the_answer_and_quit_exits(server, tmp_path):
     assert server.core.wait_for(Stop)[0].reason == "cancelled"
 
 
-def test_ctrl_d_during_an_answer_ends_the_chat_after_it(server, tmp_path):
-    with chat_during_answer(server, tmp_path) as session:
-        session.send(b"\x04")
-        session.process.send_signal(signal.SIGINT)
-        assert session.process.wait(30) == 0
-
-
 def test_interrupt_while_the_prompt_is_read_erases_the_progress(server, tmp_path):
     server.core.on_admit = lambda admit: [RequestBegan(admit.request, "ssd"), Progress(admit.request, 512, 751)]
     with ChatProcess(tmp_path, "--connect", server.endpoint) as session:
@@ -356,7 +338,7 @@ def test_multiline_messages_are_sent_and_kept_in_the_history(server, tmp_path):
         session.expect(READY)
         session.send_message(b"\x1b[200~def f():\r\n    a\n/undo\n\x1b[201~")
         assert b"The conversation is cleared." in session.send_message(b"/cl\t")
-        session.send_message(b'"""\r/clear\r\rx\r"""')
+        session.send_message(b"/clear\x1b\r\x1b\rx")
         session.send_message(b"/clear")
         session.send_message(b"one\\\rtwo\x1b\rthree")
         assert session.quit() == 0
@@ -389,29 +371,10 @@ def test_piped_lines_are_sent_verbatim(server, talk):
     assert prompts(server) == ['<|endoftext|>"""', '<|endoftext|>"""yes\none\\']
 
 
-@pytest.mark.parametrize(
-    ("typed", "text", "command"),
-    [
-        ("/undo", "/undo", True),
-        (" /undo", " /undo", False),
-        ("/a\n/b", "/a\n/b", False),
-        ('"""/undo"""', "/undo", False),
-        ('"""\nx\n"""', "x", False),
-        ('"""', '"""', False),
-        ('"""Doc."""\nimport os', '"""Doc."""\nimport os', False),
-    ],
-)
-def test_quoted_block_is_text_and_not_a_command(typed, text, command):
-    assert parse_entry(typed) == UserInput(text, command)
-
-
-def test_full_context_is_reported_and_drops_the_oldest_message(server, talk, with_template):
+def test_answer_cut_at_the_end_of_the_context_is_marked(server, talk):
     server.core.on_admit = generates(server.codec, "yes", "length")
-    code, _, err = talk("one", "two", "/clear", "three")
-    assert code == 0
-    assert prompts(server) == [format_prompt("one"), format_prompt("two"), format_prompt("three")]
-    assert err.count("[cut off because the context is full (") == 3 and "--max-tokens" not in err
-    assert "oldest message and its answer were removed: one" in err
+    err = talk("one")[2]
+    assert "[cut off because the context is full (" in err and "--max-tokens" not in err
 
 
 def test_too_long_conversation_continues_without_its_beginning(server, talk, with_template):
@@ -424,23 +387,16 @@ def test_too_long_conversation_continues_without_its_beginning(server, talk, wit
     assert prompts(server)[-1].endswith("<user>short\n<a>")
 
 
-def test_any_number_of_messages_is_dropped_from_a_too_long_conversation(
-    server, talk, with_template, monkeypatch, tmp_path
-):
-    depths = []
-
-    class Full:
-        def ask(self, *_, **__):
-            depths.append(len(inspect.stack(0)))
-            raise PromptTooLong("too long")
-            yield
-
-    monkeypatch.setattr(chat, "open_client", lambda *_: nullcontext(Full()))
-    turns = [{"role": role, "content": "x"} for _ in range(3) for role in ("user", "assistant")]
+def test_messages_are_removed_until_there_is_room_for_an_answer(server, talk, with_template, tmp_path):
+    server.core.on_admit = generates(server.codec, "yes")
+    turns = [{"role": role, "content": "x " * 200} for _ in range(4) for role in ("user", "assistant")]
     (tmp_path / "chat.json").write_text(json.dumps(turns))
-    _, _, err = talk("y", flags=("--chat", str(tmp_path / "chat.json")))
-    assert err.count("oldest message and its answer were removed: x") == 3
-    assert len(depths) == 4 and len(set(depths)) == 1, "no call within a call for each message"
+    _, _, err = talk("y", flags=("--chat", str(tmp_path / "chat.json"), "--max-tokens", "400"))
+    left = 4 - err.count("oldest message and its answer were removed: x x")
+    (admit,) = [event for event in server.core.received if isinstance(event, Admit)]
+    assert prompts(server) == [format_prompt(*["x " * 200] * 2 * left, "y")]
+    context = find_model(str(TINY_TARGET)).context_length
+    assert 1 <= left < 4 and len(admit.tokens) + 400 <= context and admit.sampling.max_tokens == 400
 
 
 def test_answer_cut_at_max_tokens_is_marked(server, talk):
@@ -454,56 +410,17 @@ def test_undo_prints_the_removed_message(server, talk):
     assert "Removed with its answer: first " + "word " * 10 in talk("first " + "word " * 50, "/undo")[2]
 
 
-class DyingClient:
-    """A client of a server that dies at each request."""
+def test_conversation_can_be_saved_after_the_server_has_stopped(server, talk, with_template, tmp_path):
+    def on_admit(admit):
+        if len(prompts(server)) == 1:
+            return generates(server.codec, "yes")(admit)
+        return [RequestBegan(admit.request, "ssd"), Failed(admit.request, "ServerStopped", "the server died")]
 
-    def ask(self, *_, **__):
-        raise ServerStopped("the server died (signal 9)")
-
-
-@pytest.fixture
-def chat_with_own_servers(server, monkeypatch, capsys):
-    """Returns a function that runs a chat with these lines as input, whose first `dead` servers die.
-
-    It returns the exit code, stdout and stderr.
-    """
-
-    def call(*lines, dead, is_terminal=True):
-        clients = iter([*(DyingClient() for _ in range(dead)), server.client()])
-
-        @contextmanager
-        def open_next_client(options, screen):
-            yield next(clients)
-
-        monkeypatch.setattr(chat, "open_client", open_next_client)
-        given = "".join(f"{line}\n" for line in lines)
-        monkeypatch.setattr("sys.stdin", Terminal(given) if is_terminal else io.StringIO(given))
-        code = main(["chat"])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-def test_dead_server_is_restarted_if_the_user_agrees(server, chat_with_own_servers, with_template):
-    server.core.on_admit = generates(server.codec, "yes")
-    code, out, err = chat_with_own_servers("one", "", "y", "two", dead=2)
-    assert code == 0 and out.count("yes") == 2 and err.count("Start the server again and continue? [Y/n]") == 2
-    assert prompts(server) == [format_prompt("one"), format_prompt("one", "yes", "two")]
-    assert err.count("/help lists") == 1
-
-
-@pytest.mark.parametrize("answer", [("n",), (), (CTRL_C,)], ids=["no", "ctrl-d", "ctrl-c"])
-def test_dead_server_ends_the_chat_unless_a_restart_is_accepted(server, chat_with_own_servers, answer):
-    code, _, err = chat_with_own_servers("one", *answer, dead=1)
-    assert code == WorkerError.exit_code and err.count("the server died (signal 9)") == 1 and not server.core.received
-    assert err.endswith("Start the server again and continue? [Y/n] " + ("" if answer == ("n",) else "\n"))
-
-
-def test_dead_server_ends_the_chat_without_a_terminal(server, chat_with_own_servers):
-    code, _, err = chat_with_own_servers("one", dead=1, is_terminal=False)
-    assert code == WorkerError.exit_code and err.endswith("outrider chat: the server died (signal 9)\n")
-    assert "[Y/n]" not in err and not server.core.received
+    server.core.on_admit = on_admit
+    file = tmp_path / "talk.json"
+    code, _, err = talk("one", "two", f"/save {file}")
+    assert code == 0 and "the server died" in err
+    assert [message["content"] for message in json.loads(file.read_text())] == ["one", "yes"]
 
 
 def test_only_text_goes_to_stdout(server, talk):
@@ -533,7 +450,7 @@ def test_piped_messages_before_one_that_is_not_utf8_are_answered(server, monkeyp
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x\n\xff\nx\n")))
     assert main(["chat", "--connect", server.endpoint]) == InvalidRequest.exit_code
     captured = capsys.readouterr()
-    assert captured.out.count("yes") == 1 and "the message is not UTF-8; expected text in UTF-8" in captured.err
+    assert captured.out.count("yes") == 1 and "the text can't be encoded as UTF-8; expected" in captured.err
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -545,13 +462,13 @@ def test_invalid_utf8_is_reported_and_ends_only_piped_input(server, monkeypatch,
         line = next(lines, None)
         if line is None:
             raise EOFError
-        return line.decode()
+        return line.decode(errors="surrogateescape")  # as stdin does
 
     monkeypatch.setattr("sys.stdin", Terminal() if is_terminal else io.StringIO())
     monkeypatch.setattr("builtins.input", typed)
     code = main(["chat", "--connect", server.endpoint])
     captured = capsys.readouterr()
-    assert "the message is not UTF-8" in captured.err
+    assert "the text can't be encoded as UTF-8" in captured.err
     assert (code, "yes" in captured.out) == ((0, True) if is_terminal else (InvalidRequest.exit_code, False))
 
 
@@ -576,7 +493,7 @@ def test_failed_request_is_reported_and_ends_only_piped_input(server, talk, with
         ("/undo", "There is no message to remove."),
         ("/bake", "unknown command '/bake' (see /help)"),
         ("/save", "the file is missing; expected /save FILE"),
-        ("half a pair \ud83d", "the message is not UTF-8"),
+        ("half a pair \ud83d", "the text can't be encoded as UTF-8"),
         ("", ""),
     ],
 )
@@ -627,6 +544,6 @@ def test_generate_continues_a_conversation_and_verify_accepts_it(server, with_te
         return Report(len(generated), len(generated), (), (), 1024)
 
     monkeypatch.setattr("outrider.orchestrator.cli.verify.certify", certify)
-    assert main(["verify", "--json-file", str(output)]) == 0 and seen == [expected]
+    assert main(["verify", str(output)]) == 0 and seen == [expected]
     assert main(["generate", "--chat", str(file), *flags]) == InvalidRequest.exit_code
     assert "ends with an answer" in capsys.readouterr().err

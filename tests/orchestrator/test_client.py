@@ -483,10 +483,9 @@ def test_closing_a_stream_cancels_the_request(server, codec):
     stream = server.client().stream("x")
     reading = iter(stream)
     next(reading)
-    assert repr(stream).startswith("<Stream: running, ")
     stream.close()
     stream.close()
-    assert server.core.wait_for(Stop)[0].reason == "cancelled" and repr(stream).startswith("<Stream: closed, ")
+    assert server.core.wait_for(Stop)[0].reason == "cancelled"
     assert list(reading) == []
     with pytest.raises(InvalidRequest, match="closed before"):
         _ = stream.result
@@ -562,9 +561,8 @@ def test_async_stream_can_be_closed(server, codec, by):
             client.stream("x")
         with pytest.raises(InvalidRequest, match="closed before"):
             _ = stream.result
-        return repr(stream)
 
-    assert asyncio.run(ask()).startswith("<AsyncStream: closed, ")
+    asyncio.run(ask())
     assert server.core.wait_for(Stop)[0].reason == "cancelled"
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from outrider.orchestrator.events import Admit, Failure, KVBudget, Stop, WorkersChanged, kv_budget
+from outrider.orchestrator.events import Admit, KVBudget, Stop, WorkersChanged, kv_budget
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.pairing.pairing import choose_pair, load_pair
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import InvalidRequest, WorkerError
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Cancel, Generate
 from outrider.protocol.process import cpu_quota, physical_memory
 from outrider.protocol.sampling import SamplingParams
@@ -92,12 +92,6 @@ def test_cpu_quota_is_the_smallest_limit_of_control_groups(
     assert cpu_quota(tmp_path / "groups", tmp_path / "own") == cpus
 
 
-def test_limit_below_one_context_is_refused_with_the_numbers():
-    words = "kv_memory is 1.0 KB, and one text of 1024 tokens, the context of m, takes 30.7 MB in all workers"
-    assert KVBudget(1000, KvCost(0, 30_000)).explain_shortage(1024, "m").startswith(words)
-    assert not KVBudget(30_720_000, KvCost(0, 30_000)).explain_shortage(1024, "m")
-
-
 def test_request_waits_until_its_text_fits_beside_the_others(make_server):
     """Slots are free, but memory for three texts is not."""
     server = make_server(max_active=8).start(ready=False)
@@ -150,14 +144,6 @@ def test_oversized_prompt_is_refused_and_oversized_output_is_cut(server, codec):
     assert len(admit.tokens) + admit.sampling.max_tokens == 20
     notes = server.admission.accept(ask("b", max_tokens=300), "r9").notes
     assert any("kv_memory (1.8 KB) would be full" in note for note in notes)
-
-
-def test_cluster_without_room_for_one_context_does_not_start(make_server):
-    server = make_server(kv_memory=20_000).start(ready=False)
-    server.queues.events.put(WorkersChanged(WORKERS, kv_budget=kv_budget(20_000, WORKERS, 0)))
-    with pytest.raises(WorkerError, match=r"kv_memory is 20\.0 KB"):
-        server.client().generate("x")
-    assert [event.kind for event in server.announced if isinstance(event, Failure)] == ["InvalidRequest"]
 
 
 @pytest.mark.parametrize(("max_active", "expected"), [(None, (1, 1, 3, 16)), (40, (40, 40, 40, 40))])

@@ -70,7 +70,7 @@ def test_context_length_is_what_the_positions_allow(config, expected):
 
 @pytest.mark.parametrize("name", ["/no/such/path", "./nope", "~/nope-nope", "nope", "a/b/c", "org/na me"])
 def test_missing_path_raises_model_error(name):
-    with pytest.raises(ModelError, match=r"no such path: .*expected a name \(smollm2 or .*a folder or a GGUF file"):
+    with pytest.raises(ModelError, match=r"no such path: .*expected a name \(smollm2, .*a folder or a GGUF file"):
         find_model(name)
 
 
@@ -207,9 +207,12 @@ def test_pipe_in_place_of_a_model_is_not_waited_for(tmp_path):
 def test_unreadable_gguf_file_is_reported(tmp_path, monkeypatch):
     file = tmp_path / "a.gguf"
     file.write_bytes(b"GGUF")
+    real = Path.open
 
-    def forbidden(self, *_, **__):
-        raise PermissionError(13, "Permission denied")
+    def forbidden(self, *given, **named):
+        if self.name == file.name:
+            raise PermissionError(13, "Permission denied")
+        return real(self, *given, **named)
 
     monkeypatch.setattr(Path, "open", forbidden)
     with pytest.raises(ModelError, match=r"a\.gguf can't be read: Permission denied"):
@@ -388,7 +391,7 @@ def test_draft_with_a_different_vocabulary_is_refused(model_folder, colocate):
     first, second = [word for word, i in vocabulary.items() if i in (300, 301)]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (model_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ModelError, match="2 of 4096 tokens differ"):
+    with pytest.raises(ModelError, match="2 tokens differ"):
         load_pair(choose_pair(ServeSettings(model=str(TINY_TARGET), draft_model=str(model_folder), colocate=colocate)))
 
 

@@ -175,7 +175,7 @@ def test_invalid_request_raises_and_servers_stay_usable(make_servers: Callable[.
     with pytest.raises(InvalidRequest, match="expected ids from 0"):
         Resumed(clients(made)).generate([10**6], SAMPLING)
     assert Resumed(clients(made)).generate("x", SAMPLING).text == TEXT
-    with pytest.raises(InvalidRequest, match="needs at least one client"):
+    with pytest.raises(InvalidRequest, match=r"clients is \[\]; expected a list of clients"):
         Resumed([])
 
 

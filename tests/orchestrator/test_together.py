@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from msgspec.structs import replace
 
 from outrider.orchestrator.core.metrics import Trace
@@ -13,7 +12,6 @@ from outrider.orchestrator.events import (
     RequestBegan,
     RequestEnded,
     ToFront,
-    merge_commits,
 )
 from outrider.protocol.messages import (
     Abilities,
@@ -21,14 +19,10 @@ from outrider.protocol.messages import (
     DraftTokens,
     Message,
     Outcome,
-    Progress,
-    RoundRecord,
     Span,
-    Timings,
     Verify,
 )
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.schema import Logprobs, Origin
 from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
 
@@ -91,36 +85,6 @@ def test_duplicate_outcome_in_one_batch_counts_once() -> None:
         ended = [sent.timings.predicted_n for sent in workers.sent if isinstance(sent, RequestEnded)]
         assert ended == ([1] if max_tokens == 1 else [])
         assert (Close("a") in workers.sent) == (max_tokens == 1)
-
-
-def test_queued_tokens_are_merged_without_reordering() -> None:
-    events: list[ToFront] = [
-        RequestBegan("a", "ar"),
-        Committed("a", (1,)),
-        Committed("b", (7,)),
-        Committed("a", (2, 3)),
-        Progress("b", 1, 2),
-        Committed("b", (8,)),
-        Committed("a", (4,)),
-        RequestEnded("a", "eos", Timings()),
-        Committed("b", (9,)),
-    ]
-    assert merge_commits(events) == [
-        RequestBegan("a", "ar"), Committed("a", (1, 2, 3, 4)), Committed("b", (7,)), Progress("b", 1, 2),
-        Committed("b", (8, 9)), RequestEnded("a", "eos", Timings()),
-    ]  # fmt: skip
-
-
-def test_merged_tokens_keep_logprobs_origins_and_rounds() -> None:
-    rows = Logprobs(np.array([[1], [2], [3]], np.int32), np.array([[-1], [-2], [-3]], np.float32))
-    rounds = tuple(RoundRecord(n, "none", "none", 0, 0, 1, Span(n, n)) for n in range(2))
-    first = Committed("a", (1,), rows.part(0, 1), (Origin.TARGET,), rounds[:1])
-    second = Committed("a", (2, 3), rows.part(1, 3), (Origin.COPIED, Origin.TARGET), rounds[1:])
-    (merged,) = merge_commits([first, second])
-    assert isinstance(merged, Committed) and merged.tokens == (1, 2, 3) and merged.logprobs is not None
-    assert merged.logprobs.ids.tolist() == rows.ids.tolist()
-    assert merged.logprobs.values.tolist() == rows.values.tolist()
-    assert merged.origins == (Origin.TARGET, Origin.COPIED, Origin.TARGET) and merged.rounds == rounds
 
 
 def test_plain_outcomes_in_one_batch_do_not_affect_time_estimates() -> None:

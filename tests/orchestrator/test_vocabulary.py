@@ -37,9 +37,10 @@ def test_identical_vocabularies_have_no_difference(codec):
         [*WORDS[:3], "<|reserved_special_token_0|>"],
         [*WORDS[:3], "<SPECIAL_32>"],  # [ARGS] in later models of Mistral's
         [*WORDS[:3], "<\uff5cplace▁holder▁no▁798\uff5c>"],  # <think> in DeepSeek's R1
+        [*WORDS[:3], "<|other|>"],
     ],
 )
-def test_padding_tokens_are_ignored(with_words, draft):
+def test_names_in_brackets_are_ignored(with_words, draft):
     require_same_vocabulary(with_words(WORDS), with_words(draft))
     require_same_vocabulary(with_words(draft), with_words(WORDS))
 
@@ -47,10 +48,9 @@ def test_padding_tokens_are_ignored(with_words, draft):
 @pytest.mark.parametrize(
     ("draft", "words"),
     [
-        (["a", "c", "b", "<|end|>"], "2 of 4 tokens differ, such as 1 is 'b' and 'c'"),
-        ([*WORDS, "d"], r"1 tokens are only in the draft's vocabulary, such as 4 \('d'\)"),
-        (["a", "b", None, "<|end|>"], r"1 tokens are only in the target's vocabulary, such as 2 \('c'\)"),
-        ([*WORDS[:3], "<|other|>"], "differ"),
+        (["a", "c", "b", "<|end|>"], "2 tokens differ, such as 1 is 'b' and 'c'"),
+        ([*WORDS, "d"], "1 tokens differ, such as 4 is '' and 'd'"),
+        (["a", "b", None, "<|end|>"], "1 tokens differ, such as 2 is 'c' and ''"),
     ],
 )
 def test_different_vocabularies_are_refused_with_the_difference(with_words, draft, words):
@@ -74,6 +74,6 @@ def test_vocabulary_error_names_both_models(with_words):
 
 def test_added_tokens_count_as_a_difference(codec):
     grown = Tokenizer.from_str(codec.tokenizer.to_str())
-    grown.add_special_tokens(["<think>"])
-    assert "<think>" in vocabulary_difference(codec, replace(codec, tokenizer=grown))
+    grown.add_special_tokens(["think"])
+    assert "'think'" in vocabulary_difference(codec, replace(codec, tokenizer=grown))
     assert json.loads(codec.tokenizer.to_str())["added_tokens"], "the tiny tokenizer has added tokens of its own"

@@ -202,13 +202,13 @@ def test_generate_leaves_no_processes_and_its_json_can_be_verified(
     assert not processes_of(f"--parent-fd {process.pid}")
     file = tmp_path / "output.json"
     file.write_text(out)
-    assert main(["verify", "--json-file", str(file), "--json"]) == 0, err
+    assert main(["verify", str(file), "--json"]) == 0, err
     found = json.loads(capsys.readouterr().out)
     assert found["certified"] and found["positions"] == 24 == found["identical"] + len(found["ties"])
     changed = json.loads(out)
     changed["token_ids"][5] = (changed["token_ids"][5] + 1) % 256
     file.write_text(json.dumps(changed))
-    assert main(["verify", "--json-file", str(file)]) == 1
+    assert main(["verify", str(file)]) == 1
     out = capsys.readouterr().out
     assert "NOT the target's output" in out and "MISMATCH at" in out
 

@@ -120,7 +120,7 @@ def test_output_is_certified(client: Client, tmp_path: Path, capsys: pytest.Capt
     }
     output = tmp_path / "output.json"
     output.write_text(json.dumps(output_fields))
-    assert main(["verify", "--json-file", str(output)]) == 0, capsys.readouterr().out
+    assert main(["verify", str(output)]) == 0, capsys.readouterr().out
 
 
 def test_chat_template_of_the_default_model_is_used(client: Client) -> None:
