@@ -182,9 +182,11 @@ def test_offline_flag_enables_offline_mode(model, monkeypatch, capsys):
     assert "offline mode is on (HF_HUB_OFFLINE, --offline)" in capsys.readouterr().err
 
 
-def test_pull_command_prints_the_folder(model, downloaded, capsys):
-    assert main(["pull"]) == 0 and downloaded == ["tiny"]
-    assert capsys.readouterr().out == f"{find_model(NAME).folder}\n"
+def test_pull_command_prints_where_the_files_are(model, downloaded, capsys):
+    assert main(["pull", NAME]) == 0
+    captured = capsys.readouterr()
+    assert f"{NAME}: " in captured.out and "converted: " in captured.out and "93 MB, Apache-2.0" in captured.err
+    assert find_model(NAME).name == NAME
 
 
 def test_default_model_is_downloaded(downloaded):
@@ -263,7 +265,7 @@ def test_names_are_listed_with_size_and_licence(capsys):
     assert main(["pairs"]) == 0
     listed = capsys.readouterr().out
     assert "  smollm2      SmolLM2-135M-Instruct   93 MB  Apache-2.0  default\n" in listed
-    assert main(["pull", "nothing"]) == ModelError.exit_code
+    assert main(["pull", "nothing"]) == 2
     assert pairing.PULLED_MODELS is PULLED_MODELS
     with_draft = {name for name, model in PULLED_MODELS.items() if model.draft is not None}
     assert set(MODELS_WITH_DRAFT) == {*with_draft, model_files.TINY}
