@@ -64,7 +64,12 @@ def _describe_pair(target: ModelFiles, draft: ModelFiles) -> list[str]:
 
 
 def _format_pulled(model: PulledModel) -> str:
-    notes = ["default"] * (model.name == DEFAULT_MODEL) + ["pulled"] * model.is_on_disk
+    notes = [
+        *(["default"] if model.name == DEFAULT_MODEL else []),
+        *([] if model.chat else ["base model"]),
+        *(["terms"] if model.terms else []),
+        *(["pulled"] if model.is_on_disk else []),
+    ]
     return f"  {model.name:13}{model.title:23}{model.size / 1e6:3.0f} MB  {model.licence:12}{', '.join(notes)}".rstrip()
 
 

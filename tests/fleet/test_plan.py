@@ -116,6 +116,7 @@ def test_resources_are_converted_to_rays_names():
         ({"placed": {"drafter": "none"}, "model": "a", "draft_model": "b"}, "placed.drafter is none; leave out one"),
         ({"placed": {"drafter": {"on": "none", "needs": {"ane": 1}}}}, "on: none starts no drafter"),
         ({"placed": {"drafter": "other-host"}, "model": "a"}, "expected draft_model in addition to model"),
+        ({"placed": {"drafter": "other-host"}, "model": "gemma3-270m"}, "expected draft_model in addition to model"),
         ({"placed": {"drafter": "other-host"}, "engine": {"draft_backend": "ngram"}}, "has no process of its own"),
         ({"placed": {"drafter": "other-host"}, "engine": {"drafters": 2}}, "engine.drafters is 2; expected 1"),
         (

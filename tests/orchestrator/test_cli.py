@@ -167,7 +167,7 @@ def test_version_is_printed(run):
         (
             ["generate", "x", "--model", "smolm2"],
             3,
-            "no such path: smolm2; expected a name (smollm2, see",
+            "no such path: smolm2; expected a name (smollm2 or",
         ),
         (["--version", "generate"], 2, "unexpected argument 'generate'"),
         (["generate", "-p"], 2, "expected one argument"),

