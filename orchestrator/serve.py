@@ -45,7 +45,7 @@ from outrider.protocol.keys import CLIENT
 from outrider.protocol.process import trim_memory
 from outrider.protocol.socket_files import PrivateDirectory
 
-CHECK_INTERVAL_SECONDS = 1.0
+STATUS_INTERVAL_SECONDS = 1.0
 DRAIN_POLL_SECONDS = 0.05
 JOIN_TIMEOUT_SECONDS = 15.0
 # The interpreter's switch interval: the core must not wait 5 ms (the default) while the front makes text.
@@ -70,10 +70,11 @@ class ServerThreads:
 def run(
     settings: ServeSettings,
     on_announcement: Callable[[Announcement], None],
+    status: Callable[[Front], None] | None = None,
     http: HttpSettings | None = None,
     drain_timeout: int = 0,
 ) -> Failure | None:
-    """Serves until a signal ends it. Calls `on_announcement` with the stages of the start.
+    """Serves until a signal ends it. Calls `on_announcement` with the stages of the start, and `status` once a second.
 
     `http`: also serves HTTP, by a process of its own. `drain_timeout`: seconds that SIGTERM waits for running and
     queued requests; new ones are refused meanwhile, and another signal ends the wait.
@@ -94,7 +95,7 @@ def run(
         listener = stack.enter_context(closing(HttpListener(http))) if http is not None else None
         directory = stack.enter_context(PrivateDirectory())
         server = stack.enter_context(_run_threads(pair, directory, events, files * 3 // 4, listener))
-        if _announce_until_signal(events, server, on_announcement) == signal.SIGTERM:
+        if _announce_until_signal(events, server, on_announcement, status) == signal.SIGTERM:
             _drain(events, server, drain_timeout)
     while not events.empty():
         event = events.get()
@@ -104,16 +105,21 @@ def run(
 
 
 def _announce_until_signal(
-    events: SimpleQueue[Event], server: ServerThreads, on_announcement: Callable[[Announcement], None]
+    events: SimpleQueue[Event],
+    server: ServerThreads,
+    on_announcement: Callable[[Announcement], None],
+    status: Callable[[Front], None] | None,
 ) -> signal.Signals:
     """Announces events until a signal to end the server arrives, and returns the signal."""
     while True:
         try:
-            event = events.get(timeout=CHECK_INTERVAL_SECONDS)
+            event = events.get(timeout=STATUS_INTERVAL_SECONDS)
         except Empty:
             _check_sockets(server.ready)
             if server.http is not None:
                 server.http.check()
+            if status is not None:
+                status(server.front)
             continue
         match event:
             case signal.Signals():

@@ -20,17 +20,18 @@ import zmq
 
 from outrider.orchestrator.cli import COMMANDS, Parser, import_command, main
 from outrider.orchestrator.cli.flags import read_api_keys
+from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.model_files import PACKAGE_FOLDER, TINY_TARGET
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
-from outrider.protocol.messages import Failed, Progress, Timings
+from outrider.protocol.messages import Failed, Progress, Stats, Timings
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.protocol.schema import Logprobs
 from outrider.protocol.stats import Report
 from outrider.protocol.worker_link import CPU_KERNELS_VARIABLE
-from tests.orchestrator.scripted_server import generates
+from tests.orchestrator.scripted_server import generates, worker_stats
 
 
 @pytest.fixture
@@ -151,6 +152,14 @@ def test_output_fits_80_columns(run, monkeypatch, arguments):
     assert not [
         line for line in out.splitlines() if len(line) > 80 and not line.strip("+ ").startswith(str(PACKAGE_FOLDER))
     ]
+
+
+@pytest.mark.parametrize("state", ["ready", "starting"])
+def test_the_status_line_fits_80_columns(state):
+    workers = (worker_stats("target"), worker_stats("draft", state))
+    line = status_line(Stats("", "0", workers, 16, 250, 123456, 42, Timings(), 0, 0), 1234.5)
+    assert len(line) < 80
+    assert ("draft-0 starting" in line) is (state == "starting")
 
 
 def test_version_is_printed(run):
