@@ -47,7 +47,7 @@ DRAFTER_BUNDLE = 1
 
 RESTART_DELAY_SECONDS = 1.0
 DRAFTER_SETTINGS = (
-    "model", "draft_model", "draft_backend", "draft_device", "draft_prefill", "fan_out",
+    "model", "draft_model", "gguf_keep_precision", "draft_backend", "draft_device", "draft_prefill", "fan_out",
     "threads", "cpu_kernels", "log_level", "log_format",
 )  # fmt: skip
 """The engine settings that its drafter needs."""

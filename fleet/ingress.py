@@ -191,7 +191,8 @@ class Ingress:
         handles: list[DeploymentHandle[Any]],
         engine_counts: list[int],
     ) -> None:
-        files = find_model(engine.model or default_model(), weights=False)
+        keep = engine.gguf_keep_precision
+        files = find_model(engine.model or default_model(), weights=False, keep_precision=keep)
         model = load_served_model(files.name, files.folder, ingress.model_names, ingress.tool_fallback)
         self._engines = EngineLeases(ingress, handles, engine_counts, engine.keys)
         app = build_app(model, self._engines, ingress)

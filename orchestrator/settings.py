@@ -111,6 +111,10 @@ class ServeSettings:
         None, values.check_text, MODELS, "ID|PATH",
         help="a small model of the same family (default: the one that comes with --model, if any)",
     )  # fmt: skip
+    gguf_keep_precision: bool = switch(
+        False, MODELS,
+        help="convert GGUF tensors in formats that MLX lacks to half precision, instead of quantising them again",
+    )  # fmt: skip
     draft_backend: str = _enum("mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"the drafter: {', '.join(DRAFT_BACKENDS)}")
     head: tuple[str, ...] = setting(
         (), values.check_texts, MODELS, "ID|PATH",
@@ -318,6 +322,7 @@ class Settings(TypedDict, total=False):
     branches: int | None
     model: str | os.PathLike[str] | None
     draft_model: str | os.PathLike[str] | None
+    gguf_keep_precision: bool
     draft_backend: str
     head: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     head_in: str

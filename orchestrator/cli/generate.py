@@ -278,7 +278,7 @@ def load_model_codec(options: argparse.Namespace) -> TextCodec:
         OutriderError: nothing answers at --connect, or the model's files are not on this machine.
     """
     name = options.model or (default_model() if options.connect is None else _find_served_model(options))
-    files = find_model(name, weights=False)
+    files = find_model(name, weights=False, keep_precision=bool(options.gguf_keep_precision))
     return load_codec(files, template=not options.ignore_chat_template)
 
 

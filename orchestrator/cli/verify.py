@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
     flags.settings_of(options)  # checks them
     screen, output = Screen(), _read_output(options)
     output.sampling.require_coupled()
-    model = find_model(output.model)
+    model = find_model(output.model, keep_precision=bool(options.gguf_keep_precision))
     codec = load_codec(model, template=output.chat_template)
     tokens = codec.encode_prompt(output.prompt)
     if len(tokens) != output.prompt_tokens:

@@ -35,7 +35,7 @@ MlxTensor: TypeAlias = "dict[str, NDArray[Any]]"
 
 Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 keep their exact numbers. Q4_K and Q5_K keep their levels; the scale and minimum of a
 group, products of two numbers in the file, are rounded to half precision. Other block types have no such form (groups
-of 16, curves): they are quantised again, with two bits more than they had.
+of 16, curves): they are quantised again, with two bits more than they had, or kept in half precision.
 """
 
 _KEPT_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5}
@@ -247,9 +247,9 @@ def _describe(value: Value) -> str:
     return f"the text {value[:40]!r}" if isinstance(value, str) else repr(value)
 
 
-def mlx_bits(kind: str) -> int | None:
+def mlx_bits(kind: str, keep_precision: bool) -> int | None:
     """Returns the number of bits in which MLX stores a tensor of this type; None: not quantised."""
-    return _KEPT_BITS.get(kind) or _REQUANTIZED_BITS.get(kind)
+    return _KEPT_BITS.get(kind) or (None if keep_precision else _REQUANTIZED_BITS.get(kind))
 
 
 def convert_tensor(file: GgufFile, name: str, bits: int | None, dtype: str) -> MlxTensor:

@@ -100,8 +100,11 @@ _SAMPLING_KEYS = {
 }
 
 
-def write_model(file: GgufFile, folder: Path, sampling: Mapping[str, float] | None = None) -> None:
-    """Writes the model into an empty folder. `sampling`: values for generation_config.json that the file lacks.
+def write_model(
+    file: GgufFile, folder: Path, keep_precision: bool = False, sampling: Mapping[str, float] | None = None
+) -> None:
+    """Writes the model into an empty folder. `keep_precision`: types that MLX can't store stay in half precision.
+    `sampling`: values for generation_config.json that the file does not have.
 
     Raises:
         ModelError: the file has another architecture or is incomplete.
@@ -113,7 +116,7 @@ def write_model(file: GgufFile, folder: Path, sampling: Mapping[str, float] | No
     bits = {
         new: width
         for old, new in names.items()
-        if len(file.tensors[old].shape) > 1 and (width := gguf.mlx_bits(file.tensors[old].kind))
+        if len(file.tensors[old].shape) > 1 and (width := gguf.mlx_bits(file.tensors[old].kind, keep_precision))
     }
     config = _model_config(file, known, dtype) | _quantization_config(bits)
     ids = gguf_tokenizer.write_tokenizer(file, folder, config["vocab_size"])

@@ -67,10 +67,11 @@ class ModelFiles:
     context_length: int
 
 
-def find_model(name: str, weights: bool = True) -> ModelFiles:
+def find_model(name: str, weights: bool = True, keep_precision: bool = False) -> ModelFiles:
     """Finds the files of a named model, a Hugging Face id, a local folder or a GGUF file.
 
-    `weights` False: config and tokenizer only.
+    `weights` False: config and tokenizer only. `keep_precision`: types of a GGUF file that MLX can't hold stay in half
+    precision.
 
     Raises:
         ModelError: no such folder, no such repository, or no model in it; the message says which and what to do.
@@ -81,11 +82,11 @@ def find_model(name: str, weights: bool = True) -> ModelFiles:
         return _describe_model(name, Path(tiny_pair()[0]), weights)
     if name in PULLED_MODELS:
         model = PULLED_MODELS[name]
-        folder = _convert_gguf(partial(pull, model), model.sha256, model.sampling)
+        folder = _convert_gguf(partial(pull, model), keep_precision, model.sha256, model.sampling)
         return _describe_model(name, folder, weights)
     path = _find_path(name)
     if path is not None and is_gguf(path):
-        return _describe_model(name, _convert_gguf(lambda: path, file_version(path)), weights)
+        return _describe_model(name, _convert_gguf(lambda: path, keep_precision, file_version(path)), weights)
     return _describe_model(name, path or _fetch_from_hub(name, weights), weights)
 
 
@@ -164,16 +165,19 @@ def tiny_heads() -> dict[str, str]:
     return {file.parent.name: str(file.parent) for file in sorted(TINY_HEADS.glob("*/config.json"))}
 
 
-def _convert_gguf(find: Callable[[], Path], version: str, sampling: Mapping[str, float] | None = None) -> Path:
+def _convert_gguf(
+    find: Callable[[], Path], keep_precision: bool, version: str, sampling: Mapping[str, float] | None = None
+) -> Path:
     """Converts the file that `find` returns, unless this `version` of it is in the cache; see `write_model`."""
+    form = f"{'half' if keep_precision else 'mlx'}{_CONVERSION_VERSION}"
 
     def convert(folder: Path) -> None:
         from outrider.orchestrator.pairing.gguf import read_gguf  # deferred: most models don't need it
         from outrider.orchestrator.pairing.gguf_model import write_model
 
-        write_model(read_gguf(find()), folder, sampling)
+        write_model(read_gguf(find()), folder, keep_precision, sampling)
 
-    return make_once(f"gguf/{version[:24]}-mlx{_CONVERSION_VERSION}", convert, "model.safetensors")
+    return make_once(f"gguf/{version[:24]}-{form}", convert, "model.safetensors")
 
 
 def _describe_model(name: str, folder: Path, weights: bool) -> ModelFiles:

@@ -46,7 +46,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     Raises:
         ModelError: a model can't be found, or a folder holds no model.
     """
-    model = settings.model or default_model()
+    keep, model = settings.gguf_keep_precision, settings.model or default_model()
     notes: tuple[str, ...] = ()
     draft = _find_default_draft(settings, model) if settings.draft_model is None else settings.draft_model
     if draft is None and settings.needs_draft_model:
@@ -55,11 +55,11 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
         settings = replace(settings, draft_backend="ngram" if settings.ngrams else "none")
         if settings.ngrams and not settings.head and model not in PULLED_MODELS:
             notes = ("there is no draft model (--draft-model), so drafts come only from n-grams of the text",)
-    target_files, draft_files = find_model(model, not settings.await_target), None
+    target_files, draft_files = find_model(model, not settings.await_target, keep), None
     if draft is not None and settings.needs_draft_model:
         settings = _resolve_backend(settings, draft, target_files)
         is_mtp = settings.draft_backend == "mtp"
-        draft_files = find_own_head(draft) if is_mtp else find_model(draft)
+        draft_files = find_own_head(draft) if is_mtp else find_model(draft, keep_precision=keep)
         if settings.drafts_with_head:  # a head has the target's tokens and context, whatever its config says
             draft_files = replace(draft_files, vocab_size=None, context_length=target_files.context_length)
     heads, left_out = _resolve_heads(settings.head, target_files)
@@ -98,7 +98,7 @@ def _find_default_draft(settings: ServeSettings, model: str) -> str | None:
     if settings.drafts_with_head:
         raise ModelError(f"no {settings.draft_backend} head comes with {model}; expected --draft-model")
     if model in PULLED_MODELS and settings.draft_backend in ("mlx", "auto"):
-        draft = make_draft(PULLED_MODELS[model], find_model(model).folder)
+        draft = make_draft(PULLED_MODELS[model], find_model(model, keep_precision=settings.gguf_keep_precision).folder)
         return None if draft is None else str(draft)
     return None
 
@@ -150,7 +150,7 @@ def _resolve_head(name: str, target: ModelFiles) -> str:
 
 def _resolve_backend(settings: ServeSettings, draft: str, target: ModelFiles) -> ServeSettings:
     """Replaces backend `auto` by the draft's own. Raises ModelError if a head is given with a model's backend."""
-    files = find_model(draft, weights=False)
+    files = find_model(draft, weights=False, keep_precision=settings.gguf_keep_precision)
     kind = find_head_kind(files.folder, target.folder)
     if settings.draft_backend == "auto":
         return replace(settings, draft_backend=kind or "mlx")

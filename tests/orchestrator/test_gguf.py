@@ -52,8 +52,8 @@ def file(tmp_path) -> Path:
     return write_gguf(tmp_path / "tiny.gguf")
 
 
-def convert(file: Path) -> Path:
-    return find_model(str(file)).folder
+def convert(file: Path, keep_precision: bool = False) -> Path:
+    return find_model(str(file), keep_precision=keep_precision).folder
 
 
 def weights(folder: Path) -> dict[str, mx.array]:
@@ -72,7 +72,7 @@ def test_simple_quantized_blocks_keep_their_exact_values(tmp_path, kind):
     found, header = weights(convert(file)), read_gguf(file)
     for old, new in (("blk.1.ffn_down", "model.layers.1.mlp.down_proj"), ("token_embd", "model.embed_tokens")):
         parts = [found[f"{new}.{part}"] for part in ("weight", "scales", "biases")]
-        bits = gguf.mlx_bits(kind)
+        bits = gguf.mlx_bits(kind, False)
         ours = mx.dequantize(parts[0], *(part.astype(mx.float32) for part in parts[1:]), group_size=32, bits=bits)
         assert (
             np.array(ours) == dequantize(header.read_tensor_bytes(f"{old}.weight"), GGMLQuantizationType[kind])
@@ -100,16 +100,18 @@ def test_k_quant_blocks_keep_their_levels(tmp_path, kind, bits):
 
 
 @pytest.mark.parametrize(("kind", "bits"), FINER.items())
-def test_other_blocks_are_requantized(tmp_path, kind, bits):
+def test_other_blocks_are_requantized_or_kept_in_half_precision(tmp_path, kind, bits):
     file = write_gguf(tmp_path / "a.gguf", "qwen2", kind)
     theirs = dequantize(read_gguf(file).read_tensor_bytes("blk.0.ffn_up.weight"), GGMLQuantizationType[kind])
-    requantized = weights(convert(file))
+    requantized, kept = weights(convert(file)), weights(convert(file, keep_precision=True))
     name = "model.layers.0.mlp.up_proj"
     parts = [requantized[f"{name}.{part}"].astype(mx.float32) for part in ("scales", "biases")]
     ours = np.array(mx.dequantize(requantized[f"{name}.weight"], *parts, group_size=32, bits=bits))
     groups = theirs.reshape(len(theirs), -1, 32)
     step = np.repeat((groups.max(-1) - groups.min(-1)) / (2**bits - 1), 32, axis=-1)
     assert (np.abs(ours - theirs) <= 0.51 * step + 2**-10 * np.abs(theirs).max()).all()
+    assert kept[f"{name}.weight"].dtype == mx.float16
+    assert (np.array(kept[f"{name}.weight"]) == theirs.astype(np.float16)).all()
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", mx.float32), ("F16", mx.float16), ("BF16", mx.bfloat16)])
@@ -159,15 +161,14 @@ def test_every_architecture_loads_with_an_untied_head(tmp_path, architecture):
 @pytest.mark.parametrize(
     "architecture", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
 )  # those that transformers reads
-def test_logits_match_transformers(tmp_path, monkeypatch, architecture, kind):
+def test_logits_match_transformers(tmp_path, architecture, kind):
     """Compares with an independent reader, if torch and accelerate are installed (CONTRIBUTING.md)."""
-    monkeypatch.setattr(gguf, "_REQUANTIZED_BITS", {})
     torch = pytest.importorskip("torch", reason="transformers reads GGUF files with torch")
     pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
     from transformers import AutoModelForCausalLM
 
     file = write_gguf(tmp_path / "a.gguf", architecture, kind, tied=architecture != "llama")
-    ours = np.array(load(str(convert(file))).model(mx.array([TEXT])))[0]
+    ours = np.array(load(str(convert(file, keep_precision=True))).model(mx.array([TEXT])))[0]
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path), gguf_file=file.name, dtype=torch.float32)
     with torch.no_grad():
         theirs = model(torch.tensor([TEXT])).logits[0].numpy()
@@ -401,6 +402,7 @@ def test_file_is_converted_once_until_it_changes(file, tmp_path, monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         folders = set(pool.map(convert, [file, link, file, link]))
     assert len(folders) == 1 and len(made) == 1
+    assert convert(file, keep_precision=True) not in folders
     write_gguf(file, kind="Q8_0")
     assert convert(file) not in folders
 

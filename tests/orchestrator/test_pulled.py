@@ -202,8 +202,9 @@ def test_default_model_is_downloaded(downloaded):
     assert chosen.settings.draft_backend == "ngram"
 
 
-def test_default_model_is_converted_once(downloaded):
-    chosen = choose_pair(ServeSettings())
+@pytest.mark.parametrize("kept", [False, True])
+def test_default_model_is_converted_once_and_as_asked(downloaded, tmp_path, kept):
+    chosen = choose_pair(ServeSettings(gguf_keep_precision=kept))
     assert [one for one in chosen.target.folder.parent.iterdir() if one.is_dir()] == [chosen.target.folder]
 
 

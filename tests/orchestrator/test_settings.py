@@ -119,7 +119,7 @@ def test_every_setting_round_trips_through_flags():
         worker_timeout=5, max_waiting=6, kv_memory=7, prompt_cache=False,
         memory=False, shards=2, drafters=3, pin_cores=False, cpu_kernels="mlx",
         workers_endpoint="tcp://127.0.0.1:6", keyed=True,
-        advertise=True,
+        advertise=True, gguf_keep_precision=True,
     )  # fmt: skip
     colocated = ServeSettings(model="m", draft_model="d", colocate=True)
     waiting = ServeSettings(await_target=True, ngram_table="-t")
