@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import termios
 from collections import Counter
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 PROMPT, CONTINUATION = "> ", "... "
+FENCE = '"""'
 
 ORIGINS = {
     Origin.PREPARED: ("\x1b[32m", "prepared branch"),
@@ -64,7 +66,8 @@ HELP_TEXT = """\
 /quit       quit; so do /exit, /bye and Ctrl-D; Ctrl-C stops an answer
 
 A pasted text is one message. Alt-Enter, or a backslash at the end of a line,
-starts a new line. Tab completes commands. To send one line that begins with /,
+starts a new line; a message that begins with three double quotes continues to
+the next three. Tab completes commands. To send one line that begins with /,
 type a space first."""
 COMMANDS = ("/clear", "/help", "/quit", "/save ", "/undo")
 QUIT_COMMANDS = ("/quit", "/exit", "/bye")
@@ -116,7 +119,9 @@ class Editor:
         """Returns the next message, or None at the end. Raises KeyboardInterrupt if Ctrl-C was pressed."""
         attributes = termios.tcgetattr(sys.stdin)
         try:
-            return self._session.prompt(PROMPT)
+            entry = self._session.prompt(PROMPT)
+            block = re.fullmatch(rf"\s*{FENCE}(.*){FENCE}\s*", entry, re.DOTALL)
+            return block[1].strip("\n") if block else entry
         except EOFError:
             return None
         finally:  # a signal can end the session before it has restored the terminal
@@ -133,6 +138,8 @@ def _create_key_bindings() -> KeyBindings:
         buffer = event.current_buffer
         if buffer.document.current_line_before_cursor.endswith("\\") and buffer.document.is_cursor_at_the_end:
             buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        elif buffer.text.lstrip().startswith(FENCE) and buffer.text.count(FENCE) == 1:
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()

@@ -338,7 +338,7 @@ def test_multiline_messages_are_sent_and_kept_in_the_history(server, tmp_path):
         session.expect(READY)
         session.send_message(b"\x1b[200~def f():\r\n    a\n/undo\n\x1b[201~")
         assert b"The conversation is cleared." in session.send_message(b"/cl\t")
-        session.send_message(b"/clear\x1b\r\x1b\rx")
+        session.send_message(b'"""\r/clear\r\rx\r"""')
         session.send_message(b"/clear")
         session.send_message(b"one\\\rtwo\x1b\rthree")
         assert session.quit() == 0
