@@ -146,7 +146,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help=EXPECTED_OUTPUT)
     parser.add_argument("--model", metavar="ID|PATH", help="the target (default: the file's)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    for name in ("cpu_kernels", "log_level", "log_format"):
+    for name in ("cpu_kernels", "gguf_keep_precision", "log_level", "log_format"):
         flags.add_setting(parser.add_argument, name)
 
 

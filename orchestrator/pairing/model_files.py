@@ -10,13 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from outrider.orchestrator.pairing.pulled import MODELS_FOLDER, PULLED_MODELS, file_version, make_once, pull
+from outrider.orchestrator.pairing.pulled import MODELS_FOLDER, PULLED_MODELS, content_hash, make_once, pull
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.digest import read_json, read_weight_map
 from outrider.protocol.errors import ModelError, first_line
@@ -82,11 +82,10 @@ def find_model(name: str, weights: bool = True, keep_precision: bool = False) ->
         return _describe_model(name, Path(tiny_pair()[0]), weights)
     if name in PULLED_MODELS:
         model = PULLED_MODELS[name]
-        folder = _convert_gguf(partial(pull, model), keep_precision, model.sha256, model.sampling)
-        return _describe_model(name, folder, weights)
+        return _describe_model(name, _convert_gguf(partial(pull, model), keep_precision, model.sha256), weights)
     path = _find_path(name)
     if path is not None and is_gguf(path):
-        return _describe_model(name, _convert_gguf(lambda: path, keep_precision, file_version(path)), weights)
+        return _describe_model(name, _convert_gguf(lambda: path, keep_precision, content_hash(path)), weights)
     return _describe_model(name, path or _fetch_from_hub(name, weights), weights)
 
 
@@ -165,11 +164,9 @@ def tiny_heads() -> dict[str, str]:
     return {file.parent.name: str(file.parent) for file in sorted(TINY_HEADS.glob("*/config.json"))}
 
 
-def _convert_gguf(
-    find: Callable[[], Path], keep_precision: bool, version: str, sampling: Mapping[str, float] | None = None
-) -> Path:
-    """Converts the file that `find` returns, unless this `version` of it is in the cache; see `write_model`."""
+def _convert_gguf(find: Callable[[], Path], keep_precision: bool, sha256: str) -> Path:
     form = f"{'half' if keep_precision else 'mlx'}{_CONVERSION_VERSION}"
+    sampling = next((model.sampling for model in PULLED_MODELS.values() if model.sha256 == sha256), None)
 
     def convert(folder: Path) -> None:
         from outrider.orchestrator.pairing.gguf import read_gguf  # deferred: most models don't need it
@@ -177,7 +174,7 @@ def _convert_gguf(
 
         write_model(read_gguf(find()), folder, keep_precision, sampling)
 
-    return make_once(f"gguf/{version[:24]}-{form}", convert, "model.safetensors")
+    return make_once(f"gguf/{sha256[:24]}-{form}", convert, "model.safetensors")
 
 
 def _describe_model(name: str, folder: Path, weights: bool) -> ModelFiles:

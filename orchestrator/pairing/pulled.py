@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
 from outrider.orchestrator.pairing.gguf import GROUP_SIZE, quantize, unreadable_error
-from outrider.protocol.digest import CACHE_VARIABLE, cache_folder, file_hash, has_content, make_cached
+from outrider.protocol.digest import CACHE_VARIABLE, cache_folder, file_hash, has_content, make_cached, replace_file
 from outrider.protocol.errors import ModelError
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens", "lm_head"
@@ -107,25 +107,37 @@ def make_once(name: str, make: Callable[[Path], None], holds: str) -> Path:
     try:
         make_cached(folder, make, holds)
     except OSError as error:
-        raise ModelError(
-            f"the model can't be stored in {cache_folder()}: {error.strerror or error}; free some space, or choose"
-            f" another folder with {CACHE_VARIABLE}"
-        ) from None
+        raise _cache_error(error) from None
     return folder
 
 
-def file_version(path: Path) -> str:
-    """Returns a digest of a file's path, size and time of modification, in hexadecimal.
+def content_hash(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal; cached until the file is written to.
 
     Raises:
-        ModelError: the file can't be found.
+        ModelError: the file can't be read.
     """
     try:
         status = path.stat()
+        identity = f"{path.resolve()}|{status.st_ino}|{status.st_size}|{status.st_mtime_ns}"
+        note = cache_folder() / "hashes" / hashlib.sha256(identity.encode()).hexdigest()[:32]
+        if has_content(note):
+            return note.read_text()
+        digest = file_hash(path)
     except OSError as error:
         raise unreadable_error(path, error) from None
-    version = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}"
-    return hashlib.sha256(version.encode()).hexdigest()
+    try:
+        replace_file(note, digest)
+    except OSError as error:
+        raise _cache_error(error) from None
+    return digest
+
+
+def _cache_error(error: OSError) -> ModelError:
+    return ModelError(
+        f"the model can't be stored in {cache_folder()}: {error.strerror or error}; free some space, or choose another"
+        f" folder with {CACHE_VARIABLE}"
+    )
 
 
 MODELS_FOLDER = (Path(__file__).absolute().parents[2] / "models").resolve()
@@ -249,7 +261,7 @@ def make_draft(model: PulledModel, target: Path) -> Path | None:
     if model.draft is None or not (model.draft / "config.json").is_file():
         return None
     stored = model.draft
-    name = f"drafts/{model.name}-{file_version(stored / 'model.safetensors')[:16]}-{target.name}"
+    name = f"drafts/{model.name}-{content_hash(stored / 'model.safetensors')[:16]}-{target.name}"
     return make_once(name, lambda folder: assemble_draft(stored, target, folder), "model.safetensors")
 
 

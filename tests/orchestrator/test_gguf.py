@@ -8,7 +8,9 @@ import os
 import random
 import resource
 import struct
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -21,7 +23,7 @@ from tokenizers import Tokenizer, normalizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from outrider.engine.loading import load
-from outrider.orchestrator.pairing import gguf, gguf_model
+from outrider.orchestrator.pairing import gguf, gguf_model, pulled
 from outrider.orchestrator.pairing.chat_template import TOOL_TEMPLATE, chat_template
 from outrider.orchestrator.pairing.gguf import read_gguf
 from outrider.orchestrator.pairing.gguf_model import write_model
@@ -392,28 +394,50 @@ def test_two_gguf_files_form_a_pair(file, tmp_path):
     assert load_pair(pair).template is not None
 
 
-def test_file_is_converted_once_until_it_changes(file, tmp_path, monkeypatch):
+def test_same_content_is_converted_once(file, tmp_path, monkeypatch):
     made: list[Path] = []
     real = gguf_model.write_model
     monkeypatch.setattr(gguf_model, "write_model", lambda *given: (made.append(given[1]), real(*given)))
-    link = tmp_path / "ollama" / "sha256-0123"
-    link.parent.mkdir()
-    link.symlink_to(file)
+    copy = tmp_path / "ollama" / "sha256-0123"
+    copy.parent.mkdir()
+    copy.write_bytes(file.read_bytes())
     with ThreadPoolExecutor(4) as pool:
-        folders = set(pool.map(convert, [file, link, file, link]))
+        folders = set(pool.map(convert, [file, copy, file, copy]))
     assert len(folders) == 1 and len(made) == 1
     assert convert(file, keep_precision=True) not in folders
-    write_gguf(file, kind="Q8_0")
-    assert convert(file) not in folders
 
 
-def test_sampling_of_the_file_comes_before_that_of_a_known_model(tmp_path):
+def test_threads_hashing_one_file_agree(file, cache, monkeypatch):
+    all_hashed = threading.Barrier(4)
+
+    def hash_together(path: Path) -> str:
+        all_hashed.wait(30)
+        return "0123"
+
+    monkeypatch.setattr(pulled, "file_hash", hash_together)
+    for number in range(20):
+        os.utime(file, ns=(number, number))
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(pulled.content_hash, [file] * 4)) == {"0123"}
+    assert len(list((cache / "hashes").iterdir())) == 20
+
+
+def test_empty_hash_file_is_written_again(file, cache):
+    """As after a power failure."""
+    digest = pulled.content_hash(file)
+    (hash_file,) = (cache / "hashes").iterdir()
+    hash_file.write_text("")
+    assert pulled.content_hash(file) == digest == hash_file.read_text()
+
+
+def test_sampling_of_the_file_comes_before_that_of_a_known_model(tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "a.gguf", metadata={
         "general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.05
     })  # fmt: skip
-    write_model(read_gguf(file), tmp_path, sampling={"temperature": 0.2, "top_p": 0.9})
+    known = replace(pulled.PULLED_MODELS["smollm2"], sha256=pulled.content_hash(file))
+    monkeypatch.setitem(pulled.PULLED_MODELS, "smollm2", known)
     own = {"temp": 0.6, "top_k": 20, "repetition_penalty": 1.05}
-    assert read_default_sampling(tmp_path) == {**own, "top_p": 0.9}
+    assert read_default_sampling(convert(file)) == {**own, "top_p": known.sampling["top_p"]}
 
 
 def test_unfinished_conversion_is_redone(file, cache):
