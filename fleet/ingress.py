@@ -192,7 +192,7 @@ class Ingress:
         engine_counts: list[int],
     ) -> None:
         keep = engine.gguf_keep_precision
-        files = find_model(engine.model or default_model(), weights=False, keep_precision=keep)
+        files = find_model(engine.model or default_model(keep)[0], weights=False, keep_precision=keep)
         model = load_served_model(files.name, files.folder, ingress.model_names, ingress.tool_fallback)
         self._engines = EngineLeases(ingress, handles, engine_counts, engine.keys)
         app = build_app(model, self._engines, ingress)

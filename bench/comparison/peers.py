@@ -154,7 +154,7 @@ def choose_peers(wanted: str | None, model: str | None, draft: str | None) -> Ch
     names = list(PEERS) if wanted is None else wanted.split(",")
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidRequest(f"peers is {unknown[0]!r}; expected none, or comma-separated names of {', '.join(PEERS)}")
-    target, file, why = model or default_model(), None, dict[str, str]()
+    target, file, why = model or default_model()[0], None, dict[str, str]()
     for name in names:
         if find_spec(PEERS[name]) is None:
             why[name] = f"{name} is left out: {PEERS[name]} is not installed; run {install_command('bench')}"

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 def _find_default_draft() -> Path:
     """Returns the default model's draft."""
     if (draft := choose_pair(ServeSettings()).draft) is None:
-        raise InvalidRequest(f"no draft model comes with {default_model()}; expected --draft-model")
+        raise InvalidRequest(f"no draft model comes with {default_model()[0]}; expected --draft-model")
     return draft.folder
 
 

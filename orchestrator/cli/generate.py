@@ -225,7 +225,9 @@ def open_client(options: argparse.Namespace, screen: Screen) -> Iterator[BaseCli
         clients = connect_all(options)
         yield clients[0] if len(clients) == 1 else Resumed(clients)
         return
-    require_mlx()  # before anything is downloaded
+    if options.model is None:
+        require_mlx()  # before anything is downloaded
+        settings["model"] = _use_default_model(options)
     try:
         cluster = LocalCluster(progress=screen.show, **settings)
     finally:
@@ -277,9 +279,17 @@ def load_model_codec(options: argparse.Namespace) -> TextCodec:
     Raises:
         OutriderError: nothing answers at --connect, or the model's files are not on this machine.
     """
-    name = options.model or (default_model() if options.connect is None else _find_served_model(options))
+    name = options.model or (_use_default_model(options) if options.connect is None else _find_served_model(options))
     files = find_model(name, weights=False, keep_precision=bool(options.gguf_keep_precision))
     return load_codec(files, template=not options.ignore_chat_template)
+
+
+def _use_default_model(options: argparse.Namespace) -> str:
+    """Returns the default model, and sets it in the options."""
+    options.model, note = default_model(bool(options.gguf_keep_precision))
+    if note is not None:
+        say(f"Note: {note}")
+    return str(options.model)
 
 
 def read_prompt(given: str) -> str:

@@ -105,9 +105,20 @@ def _find_path(name: str) -> Path | None:
         raise ModelError(f"{name[:200]} can't be opened ({why}); {_EXPECTED_NAME}") from None
 
 
-def default_model() -> str:
-    """Returns the default model's name."""
-    return os.environ.get(MODEL_VARIABLE) or DEFAULT_MODEL
+def default_model(keep_precision: bool = False) -> tuple[str, str | None]:
+    """Returns the default model's name, and a note if it is the tiny one because the default can't be downloaded.
+
+    Raises:
+        ModelError: the default can't be downloaded, and this installation has no tiny pair.
+    """
+    if named := os.environ.get(MODEL_VARIABLE):
+        return named, None
+    try:
+        return find_model(DEFAULT_MODEL, weights=False, keep_precision=keep_precision).name, None
+    except ModelError as error:
+        if not is_on_disk(TINY):
+            raise
+        return TINY, f"{error}; using the tiny test model (--model tiny) instead, whose answers make little sense"
 
 
 def is_on_disk(name: str) -> bool:

@@ -32,7 +32,7 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True, slots=True)
 class ChosenPair:
-    """The models to run; `settings` name their folders. `notes` say what is missing or left out."""
+    """The models to run; `settings` name their folders. `notes` say what was chosen by default, or left out."""
 
     settings: ServeSettings
     target: ModelFiles
@@ -46,15 +46,16 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     Raises:
         ModelError: a model can't be found, or a folder holds no model.
     """
-    keep, model = settings.gguf_keep_precision, settings.model or default_model()
-    notes: tuple[str, ...] = ()
+    keep = settings.gguf_keep_precision
+    model, note = default_model(keep) if settings.model is None else (settings.model, None)
+    notes = () if note is None else (note,)
     draft = _find_default_draft(settings, model) if settings.draft_model is None else settings.draft_model
     if draft is None and settings.needs_draft_model:
         if settings.colocate or settings.draft_backend not in ("mlx", "auto"):
             raise ModelError(f"no draft model comes with {model}; expected --draft-model")
         settings = replace(settings, draft_backend="ngram" if settings.ngrams else "none")
         if settings.ngrams and not settings.head and model not in PULLED_MODELS:
-            notes = ("there is no draft model (--draft-model), so drafts come only from n-grams of the text",)
+            notes = (*notes, "there is no draft model (--draft-model), so drafts come only from n-grams of the text")
     target_files, draft_files = find_model(model, not settings.await_target, keep), None
     if draft is not None and settings.needs_draft_model:
         settings = _resolve_backend(settings, draft, target_files)

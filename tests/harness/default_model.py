@@ -31,7 +31,7 @@ class Prompt:
 
 def default_codec() -> TextCodec:
     """Returns the tokenizer of the model under test."""
-    return _codec(default_model())
+    return _codec(default_model()[0])
 
 
 @cache
@@ -41,7 +41,7 @@ def _codec(model: str) -> TextCodec:
 
 def model_folder() -> Path:
     """Returns the folder of its checkpoint."""
-    return find_model(default_model()).folder
+    return find_model(default_model()[0]).folder
 
 
 def mixed_prompts(count: int | None, kinds: Sequence[str] = TINY_CLASSES) -> list[Prompt]:

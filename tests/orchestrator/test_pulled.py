@@ -15,7 +15,7 @@ import pytest
 from models.training.draft.ngrams import save_table
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.pairing import model_files, pairing, pulled
-from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE, TINY_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import MODEL_VARIABLE, TINY_DRAFT, TINY_TARGET, find_model
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel, Wheel, pull
 from outrider.orchestrator.settings import MODELS_WITH_DRAFT, ServeSettings
@@ -209,13 +209,20 @@ def test_default_model_is_converted_once_and_as_asked(downloaded, tmp_path, kept
 
 
 @pytest.mark.usefixtures("without_network")
-def test_default_model_that_cannot_be_downloaded_is_reported():
+def test_tiny_pair_is_used_with_a_note_without_a_network():
+    chosen = choose_pair(ServeSettings())
+    assert (chosen.target.folder, chosen.draft and chosen.draft.folder) == (TINY_TARGET, TINY_DRAFT)
+    (note,) = chosen.notes
+    assert "can't be downloaded" in note and "--model tiny" in note
+    with pytest.raises(ModelError, match="can't be downloaded"):
+        choose_pair(ServeSettings(model=NAME))
+
+
+@pytest.mark.usefixtures("without_network")
+def test_missing_tiny_pair_raises_the_download_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(model_files, "TINY_TARGET", tmp_path / "absent")
     with pytest.raises(ModelError, match="can't be downloaded"):
         choose_pair(ServeSettings())
-
-
-def test_missing_tiny_pair_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(model_files, "TINY_TARGET", tmp_path / "absent")
     with pytest.raises(ModelError, match="comes with a clone of the repository only; name another --model"):
         choose_pair(ServeSettings(model="tiny"))
 
