@@ -1,4 +1,4 @@
-"""The middleware of every request: its id, access control, and the record of its end."""
+"""The middleware of every request: its id, access control, errors, and the record of its end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.orchestrator.http_settings import HttpSettings
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.process import current_request
 from outrider.server.metrics import Metrics
 from outrider.server.problems import CLIENT_CLOSED_REQUEST, Problem, to_problem
@@ -37,8 +40,8 @@ LOOPBACK_PATHS = PUBLIC_PATHS | {"/metrics"}  # which contains no prompts or ans
 
 
 class AccessLogMiddleware:
-    """Assigns an id to each request and records how it ended, for the metrics, the access log and the trace span, none
-    of which contains a key, a query string or a body. Wraps `AuthMiddleware`, so rejected requests are recorded too."""
+    """Assigns an id to each request, answers its errors, and records how it ended, for the metrics, the access log and
+    the trace span, none of which contains a key, a query string or a body. Wraps `AuthMiddleware`."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None) -> None:
         self._app = app
@@ -77,11 +80,14 @@ class AccessLogMiddleware:
 
         try:
             await self._app(inner, read, answer)
-        except Problem as refused:  # by `AuthMiddleware`
-            await refused.response(scope)(scope, read, answer)
         except Exception as error:
+            problem = to_problem(error)
             if status == CLIENT_CLOSED_REQUEST:  # no response has started
-                await to_problem(error).response(scope)(scope, read, answer)
+                await problem.response(inner)(inner, read, answer)
+            if isinstance(error, OutriderError | HTTPException | ClientDisconnect):
+                if problem.status >= 500:
+                    log.warning("%s %s: %s", scope["method"], inner["path"], problem.message)
+                return
             raise
         finally:
             if span is not None:
