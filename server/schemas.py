@@ -7,15 +7,13 @@ answer are listed, accepted and ignored; `endpoints/json_route.py` handles unkno
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.orchestrator.http_settings import MAX_WAIT_SECONDS
 from outrider.orchestrator.settings import MAX_DRAFT_TOKENS, MAX_REQUESTED_BRANCHES
-from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Span
 from outrider.protocol.sampling import MAX_COUNT, MAX_LOGIT_BIAS, MAX_SEED, SamplingParams
 
 MAX_CHOICES = 128
@@ -280,46 +278,11 @@ class TokenOrigin(ApiResponse):
     )
 
 
-class Work(ApiResponse):
-    """Work that began `start_ms` after the request and took `ms`, both in milliseconds."""
-
-    start_ms: float
-    ms: float
-
-    @classmethod
-    def of(cls, span: Span, **more: Any) -> Self:
-        """Returns the work of a span. `more`: other fields."""
-        return cls(start_ms=span.started_ns / MILLISECOND_NS, ms=span.milliseconds, **more)
-
-
-class Drafting(Work):
-    """A drafter's work for `round`: `branches` grew to `depth` tokens. With 0: a chain on request, or nothing yet."""
-
-    drafter: str
-    round: int
-    depth: int
-    branches: int
-
-
-class Round(ApiResponse):
-    """A verify of a chain of `drafted` tokens, of which `accepted` were accepted; `tokens` became final."""
-
-    round: int
-    lookup: str = Field(description="hit, grown (a hit after a wait), late (a miss whose branch came late), miss, none")
-    source: str = Field(description="where the chain came from: cache, drafter, head, ngram, none")
-    drafted: int
-    accepted: int
-    tokens: int
-    verify: Work
-    decided: Work | None = Field(description="the decision: from the previous outcome to the next proposal")
-    drafting: list[Drafting]
-
-
 class SpeculationReport(ApiResponse):
-    """`origins`: one for each token. `rounds`: those that ended since the last event."""
+    """`origins`: one for each token. `rounds`: those that ended since the last event, as docs/server.md says."""
 
     origins: list[TokenOrigin] | None = omit_if_none()
-    rounds: list[Round] | None = omit_if_none()
+    rounds: list[JsonObject] | None = omit_if_none()
 
 
 class CompletionBase(ApiResponse):

@@ -18,7 +18,8 @@ from msgspec import structs, to_builtins
 from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.orchestrator.pairing.detokenizer import Spelling, TextStream
 from outrider.orchestrator.pairing.tokenizer import TextCodec
-from outrider.protocol.messages import RoundRecord
+from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.messages import RoundRecord, Span
 from outrider.server import schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState
 
@@ -48,14 +49,24 @@ def report_speculation(chunks: Sequence[Chunk]) -> schemas.SpeculationReport | N
     return schemas.SpeculationReport(origins=origins or None, rounds=rounds or None) if origins or rounds else None
 
 
-def _to_round(record: RoundRecord) -> schemas.Round:
-    given = {name: getattr(record, name) for name in ("round", "lookup", "source", "drafted", "accepted", "tokens")}
+def _to_round(record: RoundRecord) -> dict[str, Any]:
+    """Returns the record with its spans in milliseconds."""
     drafting = [
-        schemas.Drafting.of(one.work, drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches)
+        {
+            "drafter": one.drafter,
+            "round": one.round,
+            "depth": one.depth,
+            "branches": one.branches,
+            **_to_times(one.work),
+        }
         for one in record.drafting
     ]
-    decided = schemas.Work.of(record.decided) if record.decided is not None else None
-    return schemas.Round(**given, verify=schemas.Work.of(record.verify), decided=decided, drafting=drafting)
+    decided = _to_times(record.decided) if record.decided is not None else None
+    return {**structs.asdict(record), "verify": _to_times(record.verify), "decided": decided, "drafting": drafting}
+
+
+def _to_times(span: Span) -> dict[str, float]:
+    return {"start_ms": span.started_ns / MILLISECOND_NS, "ms": span.milliseconds}
 
 
 def count_reasoning_tokens(plan: AnswerPlan) -> schemas.ReasoningTokens:
