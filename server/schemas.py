@@ -1,7 +1,7 @@
 """Schemas that the APIs share: bounds of numbers, sampling fields, speculation, usage, errors.
 
-Numbers have the bounds of `SamplingParams`, so that the OpenAPI document has them too. Fields without effect on the
-answer are listed, accepted and ignored; `endpoints/json_route.py` handles unknown ones.
+Numbers have the bounds of `SamplingParams`, so that the OpenAPI document has them too. Fields that no schema has are
+handled by `endpoints/json_route.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 JsonObject = dict[str, Any]
-Ignored = Annotated[Any, Field(description="ignored: it has no effect on the answer")]
 
 Timings = dict[str, Any]
 """Statistics of a request, with llama.cpp's names; docs/protocol.md explains each."""
@@ -177,8 +176,6 @@ class Generation(ApiRequest):
     speculation: Speculation | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_WAIT_SECONDS, description="seconds until cancelled")] | None = None
     stream: bool | None = None
-    metadata: Ignored = None
-    service_tier: Ignored = None
 
 
 class OpenAIGeneration(Generation):
@@ -190,11 +187,6 @@ class OpenAIGeneration(Generation):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, _sampling_bounds("repetition_penalty")] | None = None
     ignore_eos: bool | None = None
-    user: Ignored = None
-    store: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
 
 
 class Sampling(OpenAIGeneration):
@@ -219,8 +211,6 @@ class Sampling(OpenAIGeneration):
     regex: str | None = Field(None, description="SGLang's name for guided_regex")
     ebnf: str | None = Field(None, description="SGLang's name for grammar")
     structured_outputs: StructuredOutputs | None = None
-    cache_prompt: Ignored = None
-    prediction: Ignored = None
 
 
 class TopLogprob(ApiResponse):

@@ -111,7 +111,6 @@ class ChatRequest(ConversationRequest, schemas.Sampling):
     functions: Annotated[Any, schemas.unsupported("it is deprecated; use tools")] = None
     function_call: Annotated[Any, schemas.unsupported("it is deprecated; use tool_choice")] = None
     web_search_options: Annotated[Any, schemas.unsupported("web search is not supported")] = None
-    verbosity: schemas.Ignored = None
 
 
 class FunctionOut(schemas.ApiResponse):

@@ -43,8 +43,15 @@ _REASONS = {  # in place of pydantic's sentences, by the type of error
 _MIN_SIMILARITY = 0.9
 _MAX_COUNTED_NAMES = 200
 _MAX_NAME = 80
-_IGNORABLE_FIELDS = frozenset({"include", "stream_options", "timeout", "truncation"})
-"""Fields of some paths that other paths may ignore."""
+_IGNORED_FIELDS = frozenset(
+    {
+        "cache_control", "cache_prompt", "client_metadata", "container", "context_management", "fallbacks", "include",
+        "inference_geo", "max_tool_calls", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "speed", "store", "stream_options", "timeout", "truncation", "user",
+        "verbosity",
+    }
+)  # fmt: skip
+"""Fields of the APIs without effect on the answer, and of some paths that other paths may ignore."""
 
 _OTHER_SERVERS_FIELDS = frozenset(
     {
@@ -227,8 +234,11 @@ def find_ignored_fields(payload: ApiRequest) -> list[str]:
     Raises:
         Problem: one must not be ignored.
     """
-    given: dict[str, Any] = payload.model_extra or {}
-    names = [name[:_MAX_NAME] for name, value in given.items() if value not in (None, _NEUTRAL_VALUES.get(name))]
+    names = [
+        name[:_MAX_NAME]
+        for name, value in (payload.model_extra or {}).items()
+        if name not in _IGNORED_FIELDS and value not in (None, _NEUTRAL_VALUES.get(name))
+    ]
     for name in names:
         snake = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()  # topP is top_p: clients in JavaScript write both
         if near := get_close_matches(snake, _effective_fields(type(payload)), 1, _MIN_SIMILARITY):
@@ -249,10 +259,10 @@ def count_ignored(counts: Counter[str], path: str, names: list[str]) -> None:
 
 @cache
 def _effective_fields(shape: type[ApiRequest]) -> tuple[str, ...]:
-    """Returns the fields of `shape` that affect the answer; ignored ones have type Any."""
+    """Returns the fields of `shape` that affect the answer; refused ones have type Any."""
     return tuple(name for name, field in shape.model_fields.items() if field.annotation is not Any)
 
 
 @cache
 def _fields_of_all_paths() -> frozenset[str]:
-    return frozenset(name for shape in _REQUEST_SCHEMAS for name in _effective_fields(shape)) - _IGNORABLE_FIELDS
+    return frozenset(name for shape in _REQUEST_SCHEMAS for name in _effective_fields(shape))

@@ -124,10 +124,6 @@ class CountTokensRequest(schemas.ApiRequest):
         ),
     ] = None
     compaction: Annotated[Any, schemas.unsupported("conversations are not shortened; leave it out")] = None
-    cache_control: schemas.Ignored = None
-    context_management: schemas.Ignored = None
-    speed: schemas.Ignored = None
-    fallbacks: schemas.Ignored = None
 
 
 class MessagesRequest(CountTokensRequest, schemas.Generation):
@@ -135,8 +131,6 @@ class MessagesRequest(CountTokensRequest, schemas.Generation):
 
     max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)]
     stop_sequences: schemas.Stops | None = None
-    container: schemas.Ignored = None
-    inference_geo: schemas.Ignored = None
 
 
 class TextBlock(schemas.ApiResponse):

@@ -110,6 +110,7 @@ class ResponsesRequest(schemas.OpenAIGeneration):
     text: schemas.JsonObject | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: schemas.JsonObject | None = None
+    metadata: Any = Field(None, description="an object that the response repeats")
     include: Annotated[list[str], schemas.bounded(schemas.MAX_TOOLS)] | None = Field(
         None, description=f"{_INCLUDE_LOGPROBS}, {_INCLUDE_REASONING}; other values are ignored"
     )
@@ -123,9 +124,6 @@ class ResponsesRequest(schemas.OpenAIGeneration):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="inputs are never truncated; one that is too long is refused, also with auto"
     )
-    max_tool_calls: schemas.Ignored = None  # counts calls of OpenAI's own tools
-    stream_options: schemas.Ignored = None
-    client_metadata: schemas.Ignored = None
 
 
 class InputTokens(schemas.ApiResponse):
