@@ -97,7 +97,8 @@ class BlockFormatter(AnswerFormatter):
 
     def _end_block(self, status: str = "completed") -> bytes:
         """Ends the current block, if there is one."""
-        return self._format_block_end(status) if self._kind is not None else b""
+        (choice,) = self.plan.choices
+        return self._format_block_end(choice.parts[self._at], status) if self._kind is not None else b""
 
     @abstractmethod
     def _format_block_start(self, part: Part) -> bytes:
@@ -108,7 +109,8 @@ class BlockFormatter(AnswerFormatter):
         """Adds content to the block."""
 
     @abstractmethod
-    def _format_block_end(self, status: str) -> bytes: ...
+    def _format_block_end(self, part: Part, status: str) -> bytes:
+        """Ends the block, whose whole content is `part`."""
 
 
 class CompletionFormatter(AnswerFormatter):

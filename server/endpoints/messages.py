@@ -220,10 +220,10 @@ class MessageFormatter(BlockFormatter):
     def _format_block_delta(self, update: PartUpdate) -> bytes:
         return typed_event("content_block_delta", index=self._at, delta=_convert_delta(update.part))
 
-    def _format_block_end(self, status: str) -> bytes:
+    def _format_block_end(self, part: Part, status: str) -> bytes:
         """Ends the block; thinking ends with its signature."""
         signed = {"type": "signature_delta", "signature": _SIGNATURE}
-        signature = self._kind is ThinkingPart and typed_event("content_block_delta", index=self._at, delta=signed)
+        signature = isinstance(part, ThinkingPart) and typed_event("content_block_delta", index=self._at, delta=signed)
         return (signature or b"") + typed_event("content_block_stop", index=self._at)
 
     def _reason(self, choice: ChoiceState) -> dict[str, Any]:

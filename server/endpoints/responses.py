@@ -9,6 +9,7 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -145,10 +146,6 @@ class OutputMessage(schemas.ApiResponse):
     status: str
     content: list[OutputText]
 
-    @property
-    def part(self) -> OutputText:
-        return self.content[0]
-
 
 class OutputCall(schemas.ApiResponse):
     type: Literal["function_call"] = "function_call"
@@ -171,10 +168,6 @@ class OutputReasoning(schemas.ApiResponse):
     content: list[ReasoningText] = Field(default_factory=list)
     encrypted_content: str | None = schemas.omit_if_none()
     status: str
-
-    @property
-    def part(self) -> ReasoningText:
-        return (self.summary or self.content)[0]
 
 
 Output = OutputMessage | OutputCall | OutputReasoning
@@ -223,7 +216,7 @@ class ResponseObject(schemas.ApiResponse):
 class ResponseFormatter(BlockFormatter):
     """Formats a response, and its stream of numbered events. `payload` has the fields that the response repeats.
 
-    The output's items are messages, reasoning and calls. The last one is `in_progress` while it grows.
+    The output's items are messages, reasoning and calls. Each is in `_items` once it is complete.
     """
 
     def __init__(self, plan: AnswerPlan, payload: ResponsesRequest) -> None:
@@ -238,6 +231,8 @@ class ResponseFormatter(BlockFormatter):
         self._placed: deque[PlacedToken] = deque()
         self._number = -1
         self._items: list[Output] = []
+        self._name = self._id = ""
+        self._rows: list[schemas.ChatTokenLogprob] = []
         choice, sampling = payload.tool_choice, plan.choices[0].sampling
         self._common: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
@@ -257,10 +252,9 @@ class ResponseFormatter(BlockFormatter):
         (choice,) = self.plan.choices
         self._add_logprobs(choice.chunks)
         for part in (parts := choice.parts):
-            self._items.append(self._new_item(part))
-            self._extend_item(part)
-            may_be_cut = part is parts[-1] and not isinstance(part, ToolCall)  # a call that was cut off is left out
-            self._items[-1].status = _status(choice) if may_be_cut else "completed"
+            self._name = secrets.token_hex(12)
+            self._rows = self._logprobs_of(part) if isinstance(part, TextPart) else []
+            self._end_item(part, _status(choice) if part is parts[-1] else "completed")
         return self._build_final_response(choice)
 
     def begin(self) -> bytes:
@@ -275,7 +269,6 @@ class ResponseFormatter(BlockFormatter):
 
     def format_error(self, problem: Problem) -> bytes:
         """Writes response.failed."""
-        self._items = [item for item in self._items if item.status != "in_progress"]
         error = {"code": problem.code if problem.status == 429 else "server_error", "message": problem.message}
         return self._event("response.failed", response=self._build_response(status="failed", error=error))
 
@@ -298,45 +291,30 @@ class ResponseFormatter(BlockFormatter):
             **build_statistics([choice], [*self._notes, *describe_schema_violations(plan, [choice])]),
         )
 
-    def _new_item(self, part: Part) -> Output:
-        """Returns a new item for a part, without its content."""
-        name, state = secrets.token_hex(12), "in_progress"
+    def _build_item(self, part: Part, status: str) -> Output:
+        """Returns the current item, with a part as its content."""
         match part:
-            case TextPart():
-                content = OutputText(text="", logprobs=[] if self._logprobs is not None else None)
-                return OutputMessage(id=f"msg_{name}", status=state, content=[content])
-            case ThinkingPart():
-                text = ReasoningText(type="summary_text" if self._summarizes else "reasoning_text", text="")
-                sealed = _READABLE if self._seals else None
-                item = OutputReasoning(id=f"rs_{name}", status=state, encrypted_content=sealed)
-                return item.model_copy(update={_event_names(text)[0]: [text]})
-            case ToolCall():
-                call_id = part.id or f"call_{secrets.token_hex(12)}"
-                return OutputCall(id=f"fc_{name}", call_id=call_id, name=part.name, arguments="", status=state)
+            case TextPart(text=text):
+                content = OutputText(text=text, logprobs=self._rows if self._logprobs is not None else None)
+                return OutputMessage(id=f"msg_{self._name}", status=status, content=[content])
+            case ThinkingPart(text=text):
+                sealed = _READABLE + text if self._seals else None
+                written = ReasoningText(type="summary_text" if self._summarizes else "reasoning_text", text=text)
+                item = OutputReasoning(id=f"rs_{self._name}", status=status, encrypted_content=sealed)
+                return item.model_copy(update={self._event_names(part)[0]: [written]})
+            case ToolCall(name=name, arguments=arguments, id=own):
+                call_id = own or f"call_{self._name}"
+                return OutputCall(id=f"fc_{self._name}", call_id=call_id, name=name, arguments=arguments, status=status)
+
+    def _end_item(self, part: Part, status: str) -> Output:
+        """Adds the current item to the output. A call is complete: one that was cut off is left out."""
+        item = self._build_item(part, "completed" if isinstance(part, ToolCall) else status)
+        self._items.append(item)
+        return item
 
     def _add_logprobs(self, chunks: Sequence[Chunk]) -> None:
         if self._logprobs is not None:
             self._placed += self._logprobs.format(chunks)
-
-    def _extend_item(self, part: Part) -> tuple[str, dict[str, Any]]:
-        """Adds a part to the last item, which is of its kind. Returns the kind and the fields of the event for it."""
-        match self._items[-1], part:
-            case OutputMessage(content=[content]), TextPart(text=text):
-                content.text += text
-                rows = self._logprobs_of(part)
-                if content.logprobs is not None:
-                    content.logprobs += rows
-                return "output_text.delta", {"content_index": 0, "delta": text, "logprobs": rows}
-            case OutputReasoning() as item, ThinkingPart(text=text):
-                item.part.text += text
-                if item.encrypted_content is not None:
-                    item.encrypted_content += text
-                field, _, kind = _event_names(item.part)
-                return f"{kind}.delta", {f"{field}_index": 0, "delta": text}
-            case OutputCall() as call, ToolCall(arguments=arguments):
-                call.arguments = arguments
-                return "function_call_arguments.delta", {"delta": arguments}
-        raise TypeError(f"{type(part).__name__} does not belong to the last item")
 
     def _logprobs_of(self, words: TextPart) -> list[schemas.ChatTokenLogprob]:
         """Returns the tokens that end in `words` or, completing no character, begin it. Earlier ones are dropped."""
@@ -347,45 +325,51 @@ class ResponseFormatter(BlockFormatter):
         return found
 
     def _format_block_start(self, part: Part) -> bytes:
-        self._items.append(item := self._new_item(part))
+        self._name, self._rows = secrets.token_hex(12), []
         added = "response.output_item.added"
-        if isinstance(item, OutputCall):
+        empty = replace(part, arguments="") if isinstance(part, ToolCall) else replace(part, text="")
+        self._id = (item := self._build_item(empty, "in_progress")).id
+        if isinstance(part, ToolCall):
             return self._event(added, output_index=self._at, item=item)
-        field, kind, _ = _event_names(item.part)
+        field, kind, _ = self._event_names(part)
         before = self._event(added, output_index=self._at, item={**item.model_dump(), field: []})
-        return before + self._item_event(f"{kind}.added", part=item.part, **{f"{field}_index": 0})
+        return before + self._item_event(f"{kind}.added", part=getattr(item, field)[0], **{f"{field}_index": 0})
 
     def _format_block_delta(self, update: PartUpdate) -> bytes:
         self._add_logprobs(update.chunks)
-        kind, fields = self._extend_item(update.part)
-        return self._item_event(kind, **fields)
+        part, more = update.part, {}
+        if isinstance(part, ToolCall):
+            return self._item_event("function_call_arguments.delta", delta=part.arguments)
+        if isinstance(part, TextPart):
+            self._rows += (rows := self._logprobs_of(part))
+            more["logprobs"] = rows
+        field, _, kind = self._event_names(part)
+        return self._item_event(f"{kind}.delta", delta=part.text, **{f"{field}_index": 0}, **more)
 
-    def _format_block_end(self, status: str) -> bytes:
-        item = self._items[-1]
-        item.status = "completed" if isinstance(item, OutputCall) else status
-        if isinstance(item, OutputCall):
-            done = self._item_event("function_call_arguments.done", name=item.name, arguments=item.arguments)
+    def _format_block_end(self, part: Part, status: str) -> bytes:
+        item = self._end_item(part, status)
+        if isinstance(part, ToolCall):
+            done = self._item_event("function_call_arguments.done", name=part.name, arguments=part.arguments)
         else:
-            content, (field, part_kind, text_kind) = item.part, _event_names(item.part)
-            more = {"logprobs": content.logprobs or []} if isinstance(content, OutputText) else {}
-            done = self._item_event(f"{text_kind}.done", text=content.text, **{f"{field}_index": 0}, **more)
-            done += self._item_event(f"{part_kind}.done", part=content, **{f"{field}_index": 0})
+            field, part_kind, text_kind = self._event_names(part)
+            more = {"logprobs": self._rows} if isinstance(part, TextPart) else {}
+            done = self._item_event(f"{text_kind}.done", text=part.text, **{f"{field}_index": 0}, **more)
+            done += self._item_event(f"{part_kind}.done", part=getattr(item, field)[0], **{f"{field}_index": 0})
         return done + self._event("response.output_item.done", output_index=self._at, item=item)
+
+    def _event_names(self, part: TextPart | ThinkingPart) -> tuple[str, str, str]:
+        """Returns the field of an item that has this part's text, and the names of its events as a part and a text."""
+        if isinstance(part, ThinkingPart) and self._summarizes:
+            return "summary", "reasoning_summary_part", "reasoning_summary_text"
+        return "content", "content_part", "output_text" if isinstance(part, TextPart) else "reasoning_text"
 
     def _item_event(self, kind: str, /, **fields: Any) -> bytes:
         """Returns an event of the current item."""
-        return self._event(f"response.{kind}", item_id=self._items[-1].id, output_index=self._at, **fields)
+        return self._event(f"response.{kind}", item_id=self._id, output_index=self._at, **fields)
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         self._number += 1
         return typed_event(kind, sequence_number=self._number, **fields)
-
-
-def _event_names(text: OutputText | ReasoningText) -> tuple[str, str, str]:
-    """Returns the field of an item that has this text, and the names of its events as a part and as a text."""
-    if text.type == "summary_text":
-        return "summary", "reasoning_summary_part", "reasoning_summary_text"
-    return "content", "content_part", text.type
 
 
 def _status(choice: ChoiceState) -> str:
