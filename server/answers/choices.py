@@ -16,13 +16,7 @@ from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.orchestrator.pairing.detokenizer import TextStream, partial_match_length
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import MAX_COUNT, SamplingParams
-from outrider.server.mapping import (
-    OutputFormat,
-    build_answer_grammar,
-    derive_seed,
-    resolve_output_format,
-    to_sampling_params,
-)
+from outrider.server import mapping
 from outrider.server.model.served import ServedModel, TemplateInput, ThinkingMode, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
 from outrider.server.schemas import UNLIMITED, Generation
@@ -317,7 +311,7 @@ class AnswerPlan:
     choices: list[ChoiceState]
     is_chat: bool = True
     box: Toolbox = field(default_factory=Toolbox)
-    form: OutputFormat | None = None
+    form: mapping.OutputFormat | None = None
     speculation: dict[str, Any] = field(default_factory=dict)
     timeout: float | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -327,7 +321,7 @@ def plan_answer(
     model: ServedModel,
     payload: Generation,
     source: TemplateInput | Sequence[TokenizedPrompt],
-    form: OutputFormat | None,
+    form: mapping.OutputFormat | None,
     stop: str | Sequence[str] | None,
     max_tokens: int | None,
     logprobs: int | None = None,
@@ -345,17 +339,17 @@ def plan_answer(
         prompts, box, thinking = [model.tokenize_conversation(source)], source.box, model.thinking
     else:
         prompts, box, thinking = list(source), Toolbox(), None
-    form = resolve_output_format(model, form)
-    grammar = build_answer_grammar(model, prompts[0], box, form)
+    form = mapping.resolve_output_format(model, form)
+    grammar = mapping.build_answer_grammar(model, prompts[0], box, form)
     limit = MAX_COUNT if max_tokens in (None, UNLIMITED) else max_tokens
-    sampling = to_sampling_params(model, payload, limit, stop, grammar, logprobs)
+    sampling = mapping.to_sampling_params(model, payload, limit, stop, grammar, logprobs)
     speculation = payload.speculation.model_dump() if payload.speculation is not None else {}
     by_token = box.single or speculation.get("origins")
     choices: list[ChoiceState] = []
     for prompt in prompts:
         room = max(model.context_length - len(prompt.tokens), 1) if limit == MAX_COUNT else limit
         for number in range(count):
-            own = replace(sampling, seed=derive_seed(sampling.seed or 0, number), max_tokens=room)
+            own = replace(sampling, seed=mapping.derive_seed(sampling.seed or 0, number), max_tokens=room)
             splitter = Splitter(thinking, model.tools, box, prompt.thinking_mode, form is not None, grammar is not None)
             ends = model.codec.end_tokens(own)
             detokenizer = TextStream(model.codec.spelling, prompt.tokens, own.stop, ends) if by_token else None

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.orchestrator.pairing.chat_template import Message
 from outrider.protocol.sampling import MAX_LOGPROBS
-from outrider.server import schemas
+from outrider.server import mapping, schemas
 from outrider.server.answers.choices import (
     AnswerPlan,
     ChoiceState,
@@ -38,16 +38,6 @@ from outrider.server.answers.usage import (
     describe_schema_violations,
 )
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
-from outrider.server.mapping import (
-    ToolSelection,
-    assistant_message,
-    join_text,
-    parse_output_format,
-    past_tool_call,
-    select_tools,
-    template_keywords,
-    tool_result,
-)
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
 from outrider.server.problems import Problem
@@ -56,7 +46,6 @@ from outrider.server.server_context import ContextDependency
 _INCLUDE_LOGPROBS, _INCLUDE_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 _READABLE = "readable:"
 """Begins `encrypted_content`, before the reasoning. Content without it is another server's, and is left out."""
-_TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
 class Item(schemas.LooseSchema):
@@ -389,18 +378,18 @@ def _select_tools(model: ServedModel, payload: ResponsesRequest) -> Toolbox:
         if not tool.name:
             raise Problem(f"tools.{place}: the function has no name; expected it next to its type", f"tools.{place}")
         functions.append(schemas.Function(**tool.model_dump(exclude={"type"})))
-    return select_tools(model, functions, _tool_choice(payload))
+    return mapping.select_tools(model, functions, _tool_choice(payload))
 
 
-def _tool_choice(payload: ResponsesRequest) -> ToolSelection:
+def _tool_choice(payload: ResponsesRequest) -> mapping.ToolSelection:
     single = payload.parallel_tool_calls is False
     match payload.tool_choice:
         case None | str() as kind:
-            return ToolSelection(kind or "auto", single=single)
+            return mapping.ToolSelection(kind or "auto", single=single)
         case FunctionChoice(name=name):
-            return ToolSelection("required", (name,), single=True)
+            return mapping.ToolSelection("required", (name,), single=True)
         case AllowedFunctionsChoice(mode=mode, tools=allowed):
-            return ToolSelection(mode, tuple(tool.name for tool in allowed), single)
+            return mapping.ToolSelection(mode, tuple(tool.name for tool in allowed), single)
 
 
 def to_conversation(model: ServedModel, payload: ResponsesRequest) -> TemplateInput:
@@ -415,7 +404,8 @@ def to_conversation(model: ServedModel, payload: ResponsesRequest) -> TemplateIn
     else:
         messages += _convert_items(payload.input)
     effort = payload.reasoning.effort if payload.reasoning is not None else None
-    return TemplateInput(messages, box, template_keywords(payload.chat_template_kwargs, reasoning_effort=effort))
+    keywords = mapping.template_keywords(payload.chat_template_kwargs, reasoning_effort=effort)
+    return TemplateInput(messages, box, keywords)
 
 
 def _convert_items(items: list[Item]) -> list[Message]:
@@ -426,16 +416,17 @@ def _convert_items(items: list[Item]) -> list[Message]:
         where = f"input.{place}"
         match item.type:
             case "message" if item.role is not None:
-                text = join_text(item.content, f"{where}.content", _TEXT_TYPES)
+                text = mapping.join_text(item.content, f"{where}.content")
                 turn = {"role": "system" if item.role == "developer" else item.role, "content": text}
             case "function_call":
-                turn = assistant_message("", [past_tool_call(item.name or "", item.arguments or "{}", item.call_id)])
+                call = mapping.past_tool_call(item.name or "", item.arguments or "{}", item.call_id)
+                turn = mapping.assistant_message("", [call])
             case "function_call_output":
-                turn = tool_result(join_text(item.output, f"{where}.output", _TEXT_TYPES), item.call_id or "", None)
+                turn = mapping.tool_result(mapping.join_text(item.output, f"{where}.output"), item.call_id or "", None)
             case "reasoning":
-                thought = join_text(item.content, f"{where}.content", _TEXT_TYPES)
+                thought = mapping.join_text(item.content, f"{where}.content")
                 thought = thought or (item.encrypted_content or "").partition(_READABLE)[2]
-                turn = assistant_message("", [], thought or join_text(item.summary, f"{where}.summary", _TEXT_TYPES))
+                turn = mapping.assistant_message("", [], thought or mapping.join_text(item.summary, f"{where}.summary"))
             case "item_reference":
                 raise Problem(f"{where}: items are not stored; set the client's store to false to send them", where)
             case "message":
@@ -456,7 +447,7 @@ router = APIRouter(route_class=JsonRoute)
 async def respond(payload: ResponsesRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Generates a response to an input."""
     source, most = to_conversation(context.model, payload), payload.max_output_tokens
-    form = parse_output_format((payload.text or {}).get("format"), "text.format", may_be_loose=True)
+    form = mapping.parse_output_format((payload.text or {}).get("format"), "text.format", may_be_loose=True)
     plan = await asyncio.to_thread(
         plan_answer, context.model, payload, source, form, payload.stop, most, logprobs(payload)
     )

@@ -142,7 +142,7 @@ class ToolFormat:
             raise InvalidToolCall(str(error)) from None
 
 
-def tool_format(template: str | None, vocabulary: Collection[str], named: str | None) -> ToolFormat | None:
+def find_tool_format(template: str | None, vocabulary: Collection[str], named: str | None) -> ToolFormat | None:
     """Returns the format named in the tokenizer's settings, or inferred from template and vocabulary; None if there is
     none.
 

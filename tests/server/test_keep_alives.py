@@ -20,7 +20,7 @@ from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
 from outrider.server.answers.run import RequestRun
 from outrider.server.endpoints import chat, completions, messages
 from outrider.server.model.served import TokenizedPrompt, Toolbox
-from outrider.server.model.tool_format import tool_format
+from outrider.server.model.tool_format import find_tool_format
 from outrider.server.problems import to_problem
 
 
@@ -93,7 +93,7 @@ def test_stream_whose_text_is_held_back_sends_keep_alives() -> None:
     box = Toolbox(({"type": "function", "function": {"name": "f", "parameters": {}}},))
 
     async def first() -> list[StreamItem]:
-        splitter = Splitter(None, tool_format(None, (), "json_tools"), box)
+        splitter = Splitter(None, find_tool_format(None, (), "json_tools"), box)
         plan = AnswerPlan(MODEL, 5, [ChoiceState(0, TokenizedPrompt(()), SamplingParams(), splitter)])
         run = RequestRun(client, plan, lambda _index, _sampling: timer, lambda: None, None, "")
         try:
