@@ -232,22 +232,14 @@ class ChatLogprobs(ApiResponse):
     refusal: None = None
 
 
-class CachedTokens(ApiResponse):
-    cached_tokens: int = 0
-
-
-class ReasoningTokens(ApiResponse):
-    reasoning_tokens: int = 0
-
-
 class Usage(ApiResponse):
     """Token counts. `cached_tokens` of the prompt came from the cache; `reasoning_tokens` were thinking."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | None = omit_if_none()
+    prompt_tokens_details: dict[Literal["cached_tokens"], int]
+    completion_tokens_details: dict[Literal["reasoning_tokens"], int] | None = omit_if_none()
 
 
 class Outrider(ApiResponse):

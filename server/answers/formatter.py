@@ -13,7 +13,12 @@ from pydantic_core import to_json
 from outrider import __version__
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, KeepAlive, Part, PartUpdate, StreamItem
-from outrider.server.answers.usage import build_statistics, build_usage, describe_schema_violations
+from outrider.server.answers.usage import (
+    build_statistics,
+    build_usage,
+    create_logprob_formatters,
+    describe_schema_violations,
+)
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 from outrider.server.schemas import Sampling
@@ -129,6 +134,7 @@ class CompletionFormatter(AnswerFormatter):
         if payload.stream_options is not None and not payload.stream:
             raise Problem("stream_options needs stream: true", "stream_options")
         self._include_usage = payload.stream_options is not None and payload.stream_options.include_usage
+        self._logprobs = create_logprob_formatters(plan)
         self._common = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": plan.created,

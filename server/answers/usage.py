@@ -69,11 +69,10 @@ def _to_times(span: Span) -> dict[str, float]:
     return {"start_ms": span.started_ns / MILLISECOND_NS, "ms": span.milliseconds}
 
 
-def count_reasoning_tokens(plan: AnswerPlan) -> schemas.ReasoningTokens:
+def count_reasoning_tokens(plan: AnswerPlan) -> int:
     """Counts the thinking tokens of all choices."""
     spelling = plan.model.codec.spelling
-    counts = (count_thinking_tokens(spelling, choice) for choice in plan.choices if choice.thought)
-    return schemas.ReasoningTokens(reasoning_tokens=sum(counts))
+    return sum(count_thinking_tokens(spelling, choice) for choice in plan.choices if choice.thought)
 
 
 def count_thinking_tokens(spelling: Spelling, choice: ChoiceState) -> int:
@@ -93,8 +92,8 @@ def build_usage(plan: AnswerPlan) -> schemas.Usage:
         prompt_tokens=plan.prompt_tokens,
         completion_tokens=num_generated,
         total_tokens=plan.prompt_tokens + num_generated,
-        prompt_tokens_details=schemas.CachedTokens(cached_tokens=cached),
-        completion_tokens_details=count_reasoning_tokens(plan) if plan.is_chat else None,
+        prompt_tokens_details={"cached_tokens": cached},
+        completion_tokens_details={"reasoning_tokens": count_reasoning_tokens(plan)} if plan.is_chat else None,
     )
 
 
@@ -151,11 +150,10 @@ def collect_logprobs(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
     return [row for chunk in chunks for row in chunk.logprobs or ()]
 
 
-def create_logprob_formatters(plan: AnswerPlan) -> list[LogprobFormatter] | None:
-    """Returns a formatter for each choice; None if log-probabilities are not generated."""
-    if (sampling := plan.choices[0].sampling).logprobs is None:
-        return None
-    return [LogprobFormatter(plan.model.codec, plan.model.codec.end_tokens(sampling)) for _ in plan.choices]
+def create_logprob_formatters(plan: AnswerPlan) -> list[LogprobFormatter]:
+    """Returns a formatter for each choice."""
+    codec = plan.model.codec
+    return [LogprobFormatter(codec, codec.end_tokens(choice.sampling)) for choice in plan.choices]
 
 
 def describe_schema_violations(plan: AnswerPlan, choices: Sequence[ChoiceState]) -> list[str]:

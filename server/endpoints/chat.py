@@ -16,7 +16,7 @@ from outrider.protocol.sampling import MAX_LOGPROBS
 from outrider.server import mapping, schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, ThinkingPart, plan_answer
 from outrider.server.answers.formatter import CompletionFormatter
-from outrider.server.answers.usage import create_logprob_formatters, report_speculation
+from outrider.server.answers.usage import report_speculation
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
@@ -183,7 +183,6 @@ class ChatFormatter(CompletionFormatter):
 
     def __init__(self, plan: AnswerPlan, payload: ChatRequest) -> None:
         super().__init__(plan, payload)
-        self._logprobs = create_logprob_formatters(plan)
         self._calls = [0] * len(plan.choices)
 
     def begin(self) -> bytes:
@@ -217,7 +216,7 @@ class ChatFormatter(CompletionFormatter):
     def _fields(self, choice: ChoiceState, chunks: Sequence[Chunk], finish: str | None) -> dict[str, Any]:
         """Returns the fields that whole and streamed choices share."""
         reason = _REASONS.get(finish, "stop") if finish is not None else None
-        placed = self._logprobs[choice.index].format(chunks) if self._logprobs is not None else []
+        placed = self._logprobs[choice.index].format(chunks)
         logprobs = schemas.ChatLogprobs(content=[token.spelled for token in placed]) if placed else None
         speculation = report_speculation(chunks)
         return {"index": choice.index, "finish_reason": reason, "logprobs": logprobs, "speculation": speculation}

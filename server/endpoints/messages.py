@@ -224,7 +224,7 @@ class MessageFormatter(BlockFormatter):
         used = MessagesUsage(
             input_tokens=self.plan.prompt_tokens - held,
             output_tokens=len(choice.tokens),
-            output_tokens_details={"thinking_tokens": count_reasoning_tokens(self.plan).reasoning_tokens},
+            output_tokens_details={"thinking_tokens": count_reasoning_tokens(self.plan)},
             cache_read_input_tokens=held,
         )
         return {"usage": used, **build_statistics([choice])}

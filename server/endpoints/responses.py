@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -16,7 +15,6 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from outrider.orchestrator.client.dialogue import Chunk
 from outrider.orchestrator.pairing.chat_template import Message
 from outrider.protocol.sampling import MAX_LOGPROBS
 from outrider.server import mapping, schemas
@@ -162,17 +160,13 @@ class OutputReasoning(schemas.ApiResponse):
 Output = OutputMessage | OutputCall | OutputReasoning
 
 
-class InputTokensDetails(schemas.CachedTokens):
-    """`cache_write_tokens`: tokens that were added to the prompt cache."""
-
-    cache_write_tokens: int = 0
-
-
 class ResponsesUsage(schemas.ApiResponse):
+    """Token counts. `cache_write_tokens` were added to the prompt cache."""
+
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: dict[Literal["cached_tokens", "cache_write_tokens"], int]
     output_tokens: int
-    output_tokens_details: schemas.ReasoningTokens
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
     total_tokens: int
 
 
@@ -213,8 +207,8 @@ class ResponseFormatter(BlockFormatter):
         # Coding agents also offer tools that run at OpenAI.
         others = sorted({tool.type[:40] for tool in payload.tools or () if tool.type != "function"})
         self._notes = [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
-        formatters = create_logprob_formatters(plan)
-        self._logprobs = formatters[0] if formatters is not None else None
+        (self._logprobs,) = create_logprob_formatters(plan)
+        self._lists_logprobs = plan.choices[0].sampling.logprobs is not None
         self._seals = _INCLUDE_REASONING in (payload.include or ())
         self._summarizes = payload.reasoning is not None and payload.reasoning.summary is not None
         self._placed: deque[PlacedToken] = deque()
@@ -239,7 +233,7 @@ class ResponseFormatter(BlockFormatter):
 
     def format_response(self) -> ResponseObject:
         (choice,) = self.plan.choices
-        self._add_logprobs(choice.chunks)
+        self._placed += self._logprobs.format(choice.chunks)
         for part in (parts := choice.parts):
             self._name = secrets.token_hex(12)
             self._rows = self._logprobs_of(part) if isinstance(part, TextPart) else []
@@ -268,9 +262,9 @@ class ResponseFormatter(BlockFormatter):
         plan, times, made = self.plan, choice.result.timings, len(choice.tokens)
         usage = ResponsesUsage(
             input_tokens=plan.prompt_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=times.cache_n, cache_write_tokens=times.prompt_n),
+            input_tokens_details={"cached_tokens": times.cache_n, "cache_write_tokens": times.prompt_n},
             output_tokens=made,
-            output_tokens_details=count_reasoning_tokens(plan),
+            output_tokens_details={"reasoning_tokens": count_reasoning_tokens(plan)},
             total_tokens=plan.prompt_tokens + made,
         )
         return self._build_response(
@@ -284,7 +278,7 @@ class ResponseFormatter(BlockFormatter):
         """Returns the current item, with a part as its content."""
         match part:
             case TextPart(text=text):
-                content = OutputText(text=text, logprobs=self._rows if self._logprobs is not None else None)
+                content = OutputText(text=text, logprobs=self._rows if self._lists_logprobs else None)
                 return OutputMessage(id=f"msg_{self._name}", status=status, content=[content])
             case ThinkingPart(text=text):
                 sealed = _READABLE + text if self._seals else None
@@ -300,10 +294,6 @@ class ResponseFormatter(BlockFormatter):
         item = self._build_item(part, "completed" if isinstance(part, ToolCall) else status)
         self._items.append(item)
         return item
-
-    def _add_logprobs(self, chunks: Sequence[Chunk]) -> None:
-        if self._logprobs is not None:
-            self._placed += self._logprobs.format(chunks)
 
     def _logprobs_of(self, words: TextPart) -> list[schemas.ChatTokenLogprob]:
         """Returns the tokens that end in `words` or, completing no character, begin it. Earlier ones are dropped."""
@@ -325,7 +315,7 @@ class ResponseFormatter(BlockFormatter):
         return before + self._item_event(f"{kind}.added", part=getattr(item, field)[0], **{f"{field}_index": 0})
 
     def _format_block_delta(self, update: PartUpdate) -> bytes:
-        self._add_logprobs(update.chunks)
+        self._placed += self._logprobs.format(update.chunks)
         part, more = update.part, {}
         if isinstance(part, ToolCall):
             return self._item_event("function_call_arguments.delta", delta=part.arguments)
