@@ -63,13 +63,13 @@ class CallerClients:
 
 @dataclass(eq=False, slots=True)
 class ServerContext:
-    """The state of one application, in `app.state.context`. `ignored` counts the unknown fields of requests."""
+    """The state of one application, in `app.state.context`. `ignored`: unknown fields of requests."""
 
     model: ServedModel
     backend: CompletionBackend
     metrics: Metrics
     settings: HttpSettings
-    ignored: Counter[str] = field(default_factory=Counter)
+    ignored: set[str] = field(default_factory=set)
     draining: bool = False
     _running: Counter[str] = field(default_factory=Counter, init=False)
 

@@ -17,7 +17,7 @@ from outrider.server import mapping, schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, ThinkingPart, plan_answer
 from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.usage import report_speculation
-from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
+from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
@@ -269,7 +269,7 @@ def _convert_message(message: ChatMessage, where: str) -> dict[str, Any]:
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/chat/completions", response_model=None, responses=response_docs(ChatCompletion, chunk_docs(ChatChunk)))
+@router.post("/chat/completions", response_model=None, responses=response_docs(ChatCompletion, ChatChunk))
 async def complete(payload: ChatRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Generates an answer to a conversation."""
     if payload.modalities is not None and payload.modalities != ["text"]:

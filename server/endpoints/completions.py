@@ -18,7 +18,7 @@ from outrider.server import schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, plan_answer
 from outrider.server.answers.formatter import CompletionFormatter
 from outrider.server.answers.usage import PlacedToken, collect_logprobs, report_speculation
-from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
+from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.mapping import get_output_format
 from outrider.server.model.served import ServedModel, TokenizedPrompt
 from outrider.server.problems import Problem
@@ -160,7 +160,7 @@ class TextCompletionFormatter(CompletionFormatter):
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/completions", response_model=None, responses=response_docs(Completion, chunk_docs(Completion)))
+@router.post("/completions", response_model=None, responses=response_docs(Completion, Completion))
 async def complete(payload: CompletionRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Completes texts. Choices of several prompts follow one another."""
     if payload.echo and payload.logprobs is not None and payload.stream:

@@ -1,6 +1,6 @@
 """Routes with a JSON body: its limits, parsing, unknown fields, and the responses that /openapi.json describes.
 
-Unknown fields are ignored and counted, because APIs grow. A field is rejected if ignoring it would change the answer: a
+Unknown fields are ignored and logged, because APIs grow. A field is rejected if ignoring it would change the answer: a
 field of another path or server, or a misspelled one.
 """
 
@@ -11,7 +11,6 @@ import json
 import logging
 import re
 from codecs import BOM_UTF8
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -41,7 +40,7 @@ _REASONS = {  # in place of pydantic's sentences, by the type of error
     "dict_type": "Input should be an object",
 }
 _MIN_SIMILARITY = 0.9
-_MAX_COUNTED_NAMES = 200
+_MAX_LOGGED_NAMES = 200
 _MAX_NAME = 80
 _IGNORED_FIELDS = frozenset(
     {
@@ -79,30 +78,19 @@ _REQUEST_SCHEMAS: set[type[ApiRequest]] = set()
 
 
 def response_docs(
-    whole: type[BaseModel], events: dict[str, Any] | None = None, anthropic: bool = False
+    whole: type[BaseModel], chunk: type[BaseModel] | None = None, streams: bool = False, anthropic: bool = False
 ) -> dict[Any, Any]:
-    """Describes a path's responses. `whole` is the full response, `events` the schema of a stream's events."""
-    content = {"text/event-stream": {"itemSchema": events}} if events is not None else {}
+    """Describes a path's responses. `whole` is the full response.
+
+    `chunk`: the schema of the events of a stream that ends with [DONE]. `streams`: it has events of several kinds.
+    """
+    content: dict[str, Any] = {"text/event-stream": {}} if streams else {}
+    if chunk is not None:
+        kinds = [{"$ref": SCHEMA_REF_PREFIX + kind.__name__} for kind in (chunk, OpenAIErrorBody)]
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+        item = {"type": "object", "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}}, "required": ["data"]}
+        content = {"text/event-stream": {"itemSchema": item}}
     return {200: {"model": whole, "content": content}, **error_docs(anthropic)}
-
-
-def chunk_docs(shape: type[BaseModel]) -> dict[str, Any]:
-    """Describes events that each contain a `shape` or an error, and the final [DONE]."""
-    kinds = [{"$ref": SCHEMA_REF_PREFIX + kind.__name__} for kind in (shape, OpenAIErrorBody)]
-    return _object(data={"anyOf": [_json({"anyOf": kinds}), {"const": "[DONE]"}]})
-
-
-def event_docs() -> dict[str, Any]:
-    """Describes events whose name equals the `type` in their data."""
-    return _object(data=_json(_object(type={"type": "string"})), event={"type": "string"})
-
-
-def _object(**fields: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": fields, "required": list(fields)}
-
-
-def _json(shape: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "string", "contentMediaType": "application/json", "contentSchema": shape}
 
 
 def error_docs(anthropic: bool = False) -> dict[Any, Any]:
@@ -165,7 +153,7 @@ class JsonRoute(APIRoute):
                 half = "; a text has half of a surrogate pair" if "hex escape" in str(error) else ""
                 raise Problem(f"the body is not JSON: {error}{half}") from None
             if payload.model_extra:
-                count_ignored(context.ignored, request.url.path, find_ignored_fields(payload))
+                log_ignored(context.ignored, request.url.path, find_ignored_fields(payload))
             context.check_model(payload.model)
             given = {"request": request, "context": context}
             answer: BaseModel | Response = await endpoint(payload, **{one.name: given[one.name] for one in others})
@@ -248,13 +236,12 @@ def find_ignored_fields(payload: ApiRequest) -> list[str]:
     return names
 
 
-def count_ignored(counts: Counter[str], path: str, names: list[str]) -> None:
-    """Counts the ignored fields of one request. A field's 1st, 10th, 100th, ... use is logged."""
+def log_ignored(logged: set[str], path: str, names: list[str]) -> None:
+    """Logs each name once, up to a number of names, which are then in `logged`."""
     for name in names:
-        kept = name if name in counts or len(counts) < _MAX_COUNTED_NAMES else "others"
-        counts[kept] += 1
-        if str(counts[kept]).strip("0") == "1":
-            log.warning("ignored the unknown field %r of a request to %s (%d so far)", kept, path, counts[kept])
+        if name not in logged and len(logged) < _MAX_LOGGED_NAMES:
+            logged.add(name)
+            log.warning("ignored the unknown field %r of a request to %s", name, path)
 
 
 @cache

@@ -25,7 +25,7 @@ from outrider.server.answers.choices import (
 )
 from outrider.server.answers.formatter import BlockFormatter, event, typed_event
 from outrider.server.answers.usage import build_statistics, count_reasoning_tokens
-from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
+from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
 from outrider.server.problems import Problem
@@ -348,7 +348,7 @@ def _convert_turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/messages", response_model=None, responses=response_docs(MessageAnswer, event_docs(), anthropic=True))
+@router.post("/messages", response_model=None, responses=response_docs(MessageAnswer, streams=True, anthropic=True))
 async def answer(payload: MessagesRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Generates an answer to a conversation."""
     source, form = to_conversation(context.model, payload), get_output_format(payload)

@@ -35,7 +35,7 @@ from outrider.server.answers.usage import (
     create_logprob_formatters,
     describe_schema_violations,
 )
-from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
+from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
 from outrider.server.problems import Problem
@@ -433,7 +433,7 @@ def _convert_items(items: list[Item]) -> list[Message]:
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/responses", response_model=None, responses=response_docs(ResponseObject, event_docs()))
+@router.post("/responses", response_model=None, responses=response_docs(ResponseObject, streams=True))
 async def respond(payload: ResponsesRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Generates a response to an input."""
     source, most = to_conversation(context.model, payload), payload.max_output_tokens
