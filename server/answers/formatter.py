@@ -13,12 +13,7 @@ from pydantic_core import to_json
 from outrider import __version__
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, KeepAlive, Part, PartUpdate, StreamItem
-from outrider.server.answers.usage import (
-    build_statistics,
-    build_usage,
-    create_logprob_formatters,
-    describe_schema_violations,
-)
+from outrider.server.answers.usage import build_statistics, build_usage, create_logprob_formatters
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 from outrider.server.schemas import Sampling
@@ -155,7 +150,7 @@ class CompletionFormatter(AnswerFormatter):
     def format_response(self) -> BaseModel:
         """Returns the full response. Usage and timings include all choices, even those that are not returned."""
         kept = self._returned_choices()
-        numbers = build_statistics(self.plan.choices, describe_schema_violations(self.plan, kept), kept[0])
+        numbers = build_statistics(self.plan.choices, self.plan.notes, kept[0])
         choices = list(map(self._format_choice, kept))
         return self.response(**self._common, choices=choices, usage=build_usage(self.plan), **numbers)
 
@@ -180,5 +175,5 @@ class CompletionFormatter(AnswerFormatter):
     def _event(self, choices: list[BaseModel], ended: Sequence[ChoiceState] = (), **more: Any) -> bytes:
         """Returns an event. `ended`: the choices whose timings it reports."""
         if ended:
-            more |= build_statistics(ended, describe_schema_violations(self.plan, ended))
+            more |= build_statistics(ended, self.plan.notes)
         return event(to_json(self.chunk(**self._common, choices=choices, **more)))

@@ -1,9 +1,8 @@
-"""What responses contain besides text: usage, log-probabilities, reproduction info, and notes on schema violations."""
+"""What responses contain besides text: usage, log-probabilities and reproduction info."""
 
 from __future__ import annotations
 
 import codecs
-import json
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -25,9 +24,6 @@ from outrider.server.answers.choices import AnswerPlan, ChoiceState
 
 MIN_LOGPROB = -9999.0
 """OpenAI's value for an impossible token."""
-
-_MAX_REASON_CHARS = 300
-_MAX_BACKTRACKS = 10_000
 
 
 def build_statistics(
@@ -154,44 +150,3 @@ def create_logprob_formatters(plan: AnswerPlan) -> list[LogprobFormatter]:
     """Returns a formatter for each choice."""
     codec = plan.model.codec
     return [LogprobFormatter(codec, codec.end_tokens(choice.sampling)) for choice in plan.choices]
-
-
-def describe_schema_violations(plan: AnswerPlan, choices: Sequence[ChoiceState]) -> list[str]:
-    """Checks answers and non-strict tool calls against the parts of their schemas that the grammar did not enforce,
-    such as uniqueItems, and describes each violation."""
-    found = []
-    if plan.form is not None and plan.form.checked is not None:
-        schema = json.loads(plan.form.checked)
-        for choice in (choice for choice in choices if choice.finish != "length" and not choice.calls):
-            if (why := _find_violation(schema, choice.text)) is not None:
-                found.append(
-                    f"{plan.form.param}: choice {choice.index} does not satisfy its schema: {why}; the grammar can't"
-                    " enforce this part of it, and with strict the request is refused"
-                )
-    functions = (tool["function"] for tool in plan.box.tools)
-    by_name = {one["name"]: one["parameters"] for one in functions if one["name"] not in plan.box.strict}
-    for call in (call for choice in choices for call in choice.calls if call.name in by_name):
-        if (why := _find_violation(by_name[call.name], call.arguments)) is not None:
-            found.append(f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why}")
-    return found
-
-
-def _find_violation(schema: Any, text: str) -> str | None:
-    """Returns how the JSON `text` violates the schema, or why that can't be checked; None if it does not.
-
-    Patterns take limited time, and remote references are not fetched.
-    """
-    import jsonschema_rs  # deferred: few schemas need it
-
-    patterns = jsonschema_rs.FancyRegexOptions(backtrack_limit=_MAX_BACKTRACKS)  # with look-around
-    try:
-        validator = jsonschema_rs.validator_for(schema, retriever=_refuse_retrieval, pattern_options=patterns)
-        return next((str(error.message)[:_MAX_REASON_CHARS] for error in validator.iter_errors(json.loads(text))), None)
-    except json.JSONDecodeError as error:
-        return str(error)
-    except ValueError as error:
-        return f"the schema can't be checked ({error})"[:_MAX_REASON_CHARS]
-
-
-def _refuse_retrieval(_uri: str) -> Any:
-    raise ValueError("remote references in schemas are not supported")

@@ -33,7 +33,6 @@ from outrider.server.answers.usage import (
     build_statistics,
     count_reasoning_tokens,
     create_logprob_formatters,
-    describe_schema_violations,
 )
 from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
@@ -271,7 +270,7 @@ class ResponseFormatter(BlockFormatter):
             status=_status(choice),
             incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
             usage=usage,
-            **build_statistics([choice], [*self._notes, *describe_schema_violations(plan, [choice])]),
+            **build_statistics([choice], [*self._notes, *plan.notes]),
         )
 
     def _build_item(self, part: Part, status: str) -> Output:
