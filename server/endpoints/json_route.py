@@ -54,15 +54,13 @@ _IGNORED_FIELDS = frozenset(
 
 _OTHER_SERVERS_FIELDS = frozenset(
     {
-        "add_special_tokens", "allowed_token_ids", "bad_words", "chat_template", "documents", "dry_multiplier",
-        "dynatemp_range", "extra_body", "format", "images", "include_stop_str_in_output", "input_extra", "json",
-        "length_penalty", "logits_processors", "lora", "lora_path", "mirostat", "n_keep", "n_predict", "n_probs",
-        "num_beams", "options", "prompt_embeds", "prompt_logprobs", "random_seed", "repeat_penalty", "samplers",
-        "skip_special_tokens", "stop_regex", "stop_token_ids", "tfs_z", "thinking_budget", "thinking_budget_tokens",
-        "top_a", "top_n_sigma", "truncate_prompt_tokens", "typ_p", "typical_p", "use_beam_search", "xtc_probability",
+        "add_special_tokens", "allowed_token_ids", "chat_template", "documents", "format", "images", "input_extra",
+        "json", "logits_processors", "lora", "lora_path", "n_predict", "num_beams", "options", "prompt_embeds",
+        "prompt_logprobs", "random_seed", "samplers", "stop_regex", "thinking_budget", "thinking_budget_tokens",
+        "truncate_prompt_tokens",
     }
 )  # fmt: skip
-"""Fields of vLLM, llama.cpp, SGLang, Mistral and others that change the text there, but not
+"""Fields of vLLM, llama.cpp, SGLang, Mistral and others that change the text there, whatever their value, but not
 those that only matter together with another one, such as mirostat_tau."""
 
 _NEUTRAL_VALUES = {
@@ -71,7 +69,7 @@ _NEUTRAL_VALUES = {
     "repeat_penalty": 1, "skip_special_tokens": True, "stop_token_ids": [], "tfs_z": 1, "top_a": 0, "top_n_sigma": -1,
     "typ_p": 1, "typical_p": 1, "use_beam_search": False, "xtc_probability": 0,
 }  # fmt: skip
-"""Values with which such a field, or one of another path, has no effect there."""
+"""Such fields, and some of other paths, with the value that has no effect there."""
 
 _REQUEST_SCHEMAS: set[type[ApiRequest]] = set()
 """The request schemas of all paths."""
@@ -231,7 +229,7 @@ def find_ignored_fields(payload: ApiRequest) -> list[str]:
         snake = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()  # topP is top_p: clients in JavaScript write both
         if near := get_close_matches(snake, _effective_fields(type(payload)), 1, _MIN_SIMILARITY):
             raise Problem(f"{name}: no such field is known here; did you mean {near[0]}?", name)
-        if snake in _OTHER_SERVERS_FIELDS or snake in _fields_of_all_paths():
+        if snake in _OTHER_SERVERS_FIELDS or snake in _NEUTRAL_VALUES or snake in _fields_of_all_paths():
             raise Problem(f"{name}: this path does not support it, and ignoring it would change the answer", name)
     return names
 
