@@ -69,7 +69,7 @@ class Splitter:
         self._marks = tuple(filter(None, (thinking.answer, *thinking.marks))) if thinking is not None else ()
         self._span = thinking if begun else None
         self.thinking_bounds = [-1] if self._span is not None else []
-        self._in_form, self._by_grammar, self._text_only = in_form, by_grammar, False
+        self._in_form, self._by_grammar = in_form, by_grammar
         self._pending, self._had_call, self._after_mark = "", False, begun
         self._at = self._search_start = 0
 
@@ -91,7 +91,7 @@ class Splitter:
     def _split(self) -> Iterator[Part]:
         while True:
             if self._in_form and self._is_text_next():
-                self._text_only = True
+                self._starts, self._marks = {}, ()
             marks = self._next_tags()
             found = [(place, mark) for mark in marks if (place := self._pending.find(mark, self._search_start)) >= 0]
             if not found:
@@ -130,7 +130,7 @@ class Splitter:
     def _is_text_next(self) -> bool:
         """Returns whether the pending text is neither a tag nor the beginning of one."""
         text = self._pending.lstrip("\n")
-        if self._span is not None or self._text_only or not text:
+        if self._span is not None or not text:
             return False
         return not any(text.startswith(mark) or mark.startswith(text) for mark in self._next_tags())
 
@@ -140,8 +140,6 @@ class Splitter:
 
     def _next_tags(self) -> tuple[str, ...]:
         """Returns the tags that may come next."""
-        if self._text_only:
-            return ()
         if self._span is None:
             return (*self._starts, *self._marks)
         return (self._span.end,) if self._span.end else ()
@@ -149,7 +147,7 @@ class Splitter:
     def _emit_text(self, text: str) -> list[Part]:
         whole = len(text)
         if self._after_mark:
-            text = text.lstrip("\n" if self._text_only else None)
+            text = text.lstrip("\n" if self._in_form and self._span is None else None)
             self._after_mark = not text
         if not text:
             return []
