@@ -18,7 +18,7 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.server.endpoints import chat, completions, messages, page, responses, status
 from outrider.server.endpoints.json_route import extend_openapi
 from outrider.server.metrics import Metrics
-from outrider.server.middleware import API_PREFIX, AccessLogMiddleware, AuthMiddleware
+from outrider.server.middleware import API_PREFIX, AccessLogMiddleware
 from outrider.server.model.served import ServedModel
 from outrider.server.server_context import CompletionBackend, ServerContext
 
@@ -55,8 +55,7 @@ def build_app(
     extend_openapi(app, model.names, chat.ChatChunk)
     app.add_exception_handler(HTTPException, _raise_error)
     app.add_middleware(_Compression, minimum_size=MIN_COMPRESSED_BYTES, compresslevel=5)
-    app.add_middleware(AuthMiddleware, settings=settings)
-    app.add_middleware(AccessLogMiddleware, metrics=metrics, tracing=tracing)
+    app.add_middleware(AccessLogMiddleware, settings=settings, metrics=metrics, tracing=tracing)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
