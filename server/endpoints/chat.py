@@ -103,25 +103,19 @@ class ChatRequest(ConversationRequest, schemas.Sampling):
     web_search_options: Annotated[Any, schemas.unsupported("web search is not supported")] = None
 
 
-class FunctionOut(schemas.ApiResponse):
-    name: str
-    arguments: str
-
-
 class ToolCallOut(schemas.ApiResponse):
+    """A call, with an index in a stream."""
+
     id: str
     type: Literal["function"] = "function"
-    function: FunctionOut
+    function: dict[Literal["name", "arguments"], str]
+    index: int | None = schemas.omit_if_none()
 
     @classmethod
-    def of(cls, call: ToolCall, **more: Any) -> Self:
-        """Converts a call. Its id is the model's own, or a new one. `more`: other fields."""
-        function = FunctionOut(name=call.name, arguments=call.arguments)
-        return cls(id=call.id or f"call_{secrets.token_hex(12)}", function=function, **more)
-
-
-class ToolCallDelta(ToolCallOut):
-    index: int
+    def of(cls, call: ToolCall, index: int | None = None) -> Self:
+        """Converts a call. Its id is the model's own, or a new one."""
+        function: dict[Literal["name", "arguments"], str] = {"name": call.name, "arguments": call.arguments}
+        return cls(id=call.id or f"call_{secrets.token_hex(12)}", function=function, index=index)
 
 
 class AnswerMessage(schemas.ApiResponse):
@@ -156,7 +150,7 @@ class Delta(schemas.ApiResponse):
     role: Literal["assistant"] | None = schemas.omit_if_none()
     content: str | None = schemas.omit_if_none()
     reasoning_content: str | None = schemas.omit_if_none()
-    tool_calls: list[ToolCallDelta] | None = schemas.omit_if_none()
+    tool_calls: list[ToolCallOut] | None = schemas.omit_if_none()
 
 
 class ChunkChoice(schemas.ApiResponse):
@@ -210,7 +204,7 @@ class ChatFormatter(CompletionFormatter):
                 return Delta(reasoning_content=text)
             case ToolCall():
                 self._calls[index] += 1
-                return Delta(tool_calls=[ToolCallDelta.of(part, index=self._calls[index] - 1)])
+                return Delta(tool_calls=[ToolCallOut.of(part, self._calls[index] - 1)])
         return Delta()
 
     def _fields(self, choice: ChoiceState, chunks: Sequence[Chunk], finish: str | None) -> dict[str, Any]:
