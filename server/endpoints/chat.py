@@ -15,8 +15,7 @@ from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MAX_LOGPROBS
 from outrider.server import mapping, schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, ThinkingPart, plan_answer
-from outrider.server.answers.formatter import CompletionFormatter
-from outrider.server.answers.usage import report_speculation
+from outrider.server.answers.formatter import CompletionFormatter, report_speculation
 from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall

@@ -16,8 +16,7 @@ from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import MAX_LOGPROBS
 from outrider.server import schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, plan_answer
-from outrider.server.answers.formatter import CompletionFormatter
-from outrider.server.answers.usage import PlacedToken, collect_logprobs, report_speculation
+from outrider.server.answers.formatter import CompletionFormatter, PlacedToken, collect_logprobs, report_speculation
 from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.mapping import get_output_format
 from outrider.server.model.served import ServedModel, TokenizedPrompt

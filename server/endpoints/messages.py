@@ -23,8 +23,7 @@ from outrider.server.answers.choices import (
     ThinkingPart,
     plan_answer,
 )
-from outrider.server.answers.formatter import BlockFormatter, event, typed_event
-from outrider.server.answers.usage import build_statistics, count_reasoning_tokens
+from outrider.server.answers.formatter import BlockFormatter, build_statistics, event, typed_event
 from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
@@ -224,7 +223,7 @@ class MessageFormatter(BlockFormatter):
         used = MessagesUsage(
             input_tokens=self.plan.prompt_tokens - held,
             output_tokens=len(choice.tokens),
-            output_tokens_details={"thinking_tokens": count_reasoning_tokens(self.plan)},
+            output_tokens_details={"thinking_tokens": self._count_reasoning_tokens()},
             cache_read_input_tokens=held,
         )
         return {"usage": used, **build_statistics([choice])}

@@ -27,13 +27,7 @@ from outrider.server.answers.choices import (
     ThinkingPart,
     plan_answer,
 )
-from outrider.server.answers.formatter import BlockFormatter, typed_event
-from outrider.server.answers.usage import (
-    PlacedToken,
-    build_statistics,
-    count_reasoning_tokens,
-    create_logprob_formatters,
-)
+from outrider.server.answers.formatter import BlockFormatter, PlacedToken, build_statistics, typed_event
 from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
@@ -206,7 +200,6 @@ class ResponseFormatter(BlockFormatter):
         # Coding agents also offer tools that run at OpenAI.
         others = sorted({tool.type[:40] for tool in payload.tools or () if tool.type != "function"})
         self._notes = [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
-        (self._logprobs,) = create_logprob_formatters(plan)
         self._lists_logprobs = plan.choices[0].sampling.logprobs is not None
         self._seals = _INCLUDE_REASONING in (payload.include or ())
         self._summarizes = payload.reasoning is not None and payload.reasoning.summary is not None
@@ -232,7 +225,7 @@ class ResponseFormatter(BlockFormatter):
 
     def format_response(self) -> ResponseObject:
         (choice,) = self.plan.choices
-        self._placed += self._logprobs.format(choice.chunks)
+        self._placed += self._logprobs[0].format(choice.chunks)
         for part in (parts := choice.parts):
             self._name = secrets.token_hex(12)
             self._rows = self._logprobs_of(part) if isinstance(part, TextPart) else []
@@ -263,7 +256,7 @@ class ResponseFormatter(BlockFormatter):
             input_tokens=plan.prompt_tokens,
             input_tokens_details={"cached_tokens": times.cache_n, "cache_write_tokens": times.prompt_n},
             output_tokens=made,
-            output_tokens_details={"reasoning_tokens": count_reasoning_tokens(plan)},
+            output_tokens_details={"reasoning_tokens": self._count_reasoning_tokens()},
             total_tokens=plan.prompt_tokens + made,
         )
         return self._build_response(
@@ -314,7 +307,7 @@ class ResponseFormatter(BlockFormatter):
         return before + self._item_event(f"{kind}.added", part=getattr(item, field)[0], **{f"{field}_index": 0})
 
     def _format_block_delta(self, update: PartUpdate) -> bytes:
-        self._placed += self._logprobs.format(update.chunks)
+        self._placed += self._logprobs[0].format(update.chunks)
         part, more = update.part, {}
         if isinstance(part, ToolCall):
             return self._item_event("function_call_arguments.delta", delta=part.arguments)
