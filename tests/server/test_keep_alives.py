@@ -14,14 +14,14 @@ from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
 from outrider.protocol.sampling import SamplingParams
-from outrider.server.answers import run as request_run
+from outrider.server import server_context
 from outrider.server.answers.choices import ChoiceState, KeepAlive, Splitter, StreamItem
 from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
-from outrider.server.answers.run import RequestRun
 from outrider.server.endpoints import chat, completions, messages
 from outrider.server.model.served import TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import find_tool_format
 from outrider.server.problems import to_problem
+from outrider.server.server_context import RequestRun
 
 
 class SilentRun(RequestRun):
@@ -65,7 +65,7 @@ def written_output(events: AnswerFormatter) -> list[bytes]:
 
 @pytest.fixture(autouse=True)
 def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_run, "KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(server_context, "KEEP_ALIVE_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("api", APIS)
