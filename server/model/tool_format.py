@@ -192,11 +192,8 @@ def _import_parsers() -> str:
     """
     package = find_spec("mlx_lm")
     places = package.submodule_search_locations or () if package is not None else ()
-    folders = [str(folder) for place in places if (folder := Path(place) / "tool_parsers").is_dir()]
-    if not folders:
-        raise ModelError("mlx-lm has no tool parsers; expected mlx-lm 0.32 to be installed")
     module = sys.modules[PACKAGE] = ModuleType(PACKAGE)
-    module.__path__ = folders
+    module.__path__ = [str(Path(place) / "tool_parsers") for place in places]
     return PACKAGE
 
 
