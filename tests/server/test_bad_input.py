@@ -830,7 +830,7 @@ def test_docs_page_describes_every_path_and_field(ask: Ask) -> None:
     for row in (
         "<code>temperature</code></td><td>number from 0 to 100</td><td></td>",
         "<code>seed</code></td><td>integer from 0 to 9223372036854775807</td><td></td>",
-        "<code>grammar</code></td><td>string</td><td>GBNF, or Lark&#x27;s notation</td>",
+        "<code>grammar</code></td><td>string</td><td>GBNF, or Lark&#39;s notation</td>",
     ):
         assert row in page.text
 
