@@ -28,7 +28,6 @@ from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import OutriderError, ServerBusy
 from outrider.protocol.messages import Stats
-from outrider.protocol.sampling import SamplingParams
 from outrider.server.answers.choices import UNFINISHED, AnswerPlan, ChoiceState, KeepAlive, StreamItem, merge_updates
 from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.connection import chunk_writer
@@ -81,7 +80,10 @@ class CallerClients:
 
 @dataclass(eq=False, slots=True)
 class ServerContext:
-    """The state of one application, in `app.state.context`. `ignored`: unknown fields of requests."""
+    """The state of one application, in `app.state.context`.
+
+    `ignored`: unknown fields of requests. `running`: the number of each caller's choices.
+    """
 
     model: ServedModel
     backend: CompletionBackend
@@ -89,7 +91,7 @@ class ServerContext:
     settings: HttpSettings
     ignored: set[str] = field(default_factory=set)
     draining: bool = False
-    _running: Counter[str] = field(default_factory=Counter, init=False)
+    running: Counter[str] = field(default_factory=Counter)
 
     def check_model(self, name: str | None) -> None:
         """Raises Problem for the name of another model."""
@@ -114,7 +116,7 @@ class ServerContext:
         if self.draining:
             raise Problem("the server is shutting down; retry after it restarts", status=503)
         plan, caller, most = formatter.plan, identify_caller(request), self.settings.max_streams_per_key
-        running, more = self._running[caller], len(plan.choices)
+        running, more = self.running[caller], len(plan.choices)
         if most is not None and more > most:
             raise Problem(f"this request asks for {more} answers; expected at most {most} (--max-streams-per-key)")
         if most is not None and running + more > most:
@@ -122,11 +124,7 @@ class ServerContext:
                 f"this request asks for {more} while you have {running} running; expected at most {most} answers at"
                 " once (--max-streams-per-key); try again later"
             )
-        self._running[caller] += more
-        start_timer = partial(ChoiceTimer, self.metrics, request.scope["state"]["span"], plan.is_chat)
-        client, release = self.backend.client(request), partial(self._release, caller, more)
-        name = hashlib.sha256(caller.encode()).hexdigest()[:16]  # a key must not reach another machine
-        run = RequestRun(client, plan, start_timer, release, self.settings.request_timeout, name)
+        run = RequestRun(self, request, plan)
         if stream:
             return EventStream(run, formatter)
         try:
@@ -134,9 +132,6 @@ class ServerContext:
         finally:
             await run.close()
         return formatter.format_response()
-
-    def _release(self, caller: str, answers: int) -> None:
-        self._running -= Counter({caller: answers})  # without callers that have none left
 
 
 async def _get_context(request: Request) -> ServerContext:
@@ -148,27 +143,20 @@ ContextDependency = Annotated[ServerContext, Depends(_get_context)]
 
 
 class RequestRun:
-    """Runs from its creation on. Call `next` until `is_done`, then `close`, which cancels the rest and calls `release`.
+    """Runs from its creation on. Call `next` until `is_done`, then `close`, which cancels the rest.
 
-    A choice ends with an error after `time_limit` seconds, or the request's own timeout. `caller` tells an
-    orchestrator with several users which one this is.
+    A choice ends with an error after the server's time limit, or the request's own timeout.
     """
 
-    def __init__(
-        self,
-        client: AsyncBaseClient,
-        plan: AnswerPlan,
-        start_timer: Callable[[int, SamplingParams], ChoiceTimer],
-        release: Callable[[], None],
-        time_limit: float | None,
-        caller: str,
-    ) -> None:
-        self._client = client
-        self._choices = plan.choices
-        self._options = {**plan.speculation, "client": caller}
-        self._timeout = min((limit for limit in (plan.timeout, time_limit) if limit is not None), default=None)
-        self._start_timer = start_timer
-        self._release = release
+    def __init__(self, context: ServerContext, request: Request, plan: AnswerPlan) -> None:
+        self._context, self._choices, self._caller = context, plan.choices, identify_caller(request)
+        context.running[self._caller] += len(plan.choices)
+        self._client = context.backend.client(request)
+        name = hashlib.sha256(self._caller.encode()).hexdigest()[:16]  # a key must not reach another machine
+        self._options = {**plan.speculation, "client": name}
+        limits = (plan.timeout, context.settings.request_timeout)
+        self._timeout = min((limit for limit in limits if limit is not None), default=None)
+        self._start_timer = partial(ChoiceTimer, context.metrics, request.scope["state"]["span"], plan.is_chat)
         self._queue = asyncio.Queue[StreamItem | Exception]()
         self._streams: dict[int, AsyncStream] = {}
         self._tasks = [asyncio.create_task(self._run_choice(choice)) for choice in plan.choices]
@@ -220,7 +208,7 @@ class RequestRun:
 
     async def close(self) -> None:
         """Cancels unfinished choices, and waits until they are cancelled."""
-        self._release()
+        self._context.running -= Counter({self._caller: len(self._choices)})  # without callers that have none left
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
