@@ -282,11 +282,11 @@ class EventStream(Response):
                     break
                 items = await self._run.next()
             await write(self._events.end())
-        except OutriderError as error:
-            await write(self._events.format_error(to_problem(error)))
         except Exception as error:
             await write(self._events.format_error(to_problem(error)))
             await send(RESPONSE_END)
+            if isinstance(error, OutriderError):
+                return
             raise
         await send(RESPONSE_END)
 
