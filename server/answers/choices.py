@@ -207,7 +207,7 @@ class ChoiceState:
     pieces: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    unsent_chunks: tuple[Chunk, ...] = ()
+    unsent_chunks: list[Chunk] = field(default_factory=list)
     finish: str = ""
     result: GenerationResult = UNFINISHED
 
@@ -243,7 +243,7 @@ class ChoiceState:
                 break
             self.tokens += one.token_ids
             self.chunks.append(one)
-            self.unsent_chunks += (one,)
+            self.unsent_chunks.append(one)
             items += self._add(self.splitter.feed(one.text))
             self.finish = "tool" if self.one_call and self.calls else ""
         return items
@@ -272,8 +272,8 @@ class ChoiceState:
         items: list[StreamItem] = []
         for part in parts:
             self.pieces.append(part)
-            items.append(PartUpdate(self, part, self.unsent_chunks))
-            self.unsent_chunks = ()
+            items.append(PartUpdate(self, part, tuple(self.unsent_chunks)))
+            self.unsent_chunks.clear()
             if self.one_call and isinstance(part, ToolCall):
                 break
         return items
