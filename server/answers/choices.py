@@ -180,7 +180,7 @@ class KeepAlive:
 
 @dataclass(frozen=True, slots=True)
 class PartUpdate:
-    """A new part of a choice, and the chunks since the previous part."""
+    """A new part of a choice, and the chunks since the previous part that have extras."""
 
     choice: ChoiceState
     part: Part
@@ -192,10 +192,10 @@ class ChoiceState:
     """Choice `index`: its prompt, its parameters, and everything received for it.
 
     `detokenizer`: if each token is added by itself, for origins, or because the tokens after the first tool call don't
-    count. `one_call`: it ends after that call.
+    count. `one_call`: it ends after that call. `ids`: return the tokens' ids.
 
     `finish` is eos, stop, length, cancelled or tool; once it is set, new text is ignored. `pieces`: its parts as they
-    came. `chunks`: what came, with all that was requested besides the text; `unsent_chunks`: those since the last part.
+    came. `chunks`: those with extras that were requested besides the text; `unsent_chunks`: those since the last part.
     """
 
     index: int
@@ -204,6 +204,7 @@ class ChoiceState:
     splitter: Splitter
     detokenizer: TextStream | None = None
     one_call: bool = False
+    ids: bool = False
     pieces: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -242,8 +243,9 @@ class ChoiceState:
             if self.finish:
                 break
             self.tokens += one.token_ids
-            self.chunks.append(one)
-            self.unsent_chunks.append(one)
+            if self.ids or one.logprobs is not None or one.origins is not None or one.rounds is not None:
+                self.chunks.append(one)
+                self.unsent_chunks.append(one)
             items += self._add(self.splitter.feed(one.text))
             self.finish = "tool" if self.one_call and self.calls else ""
         return items

@@ -115,7 +115,7 @@ class TextCompletionFormatter(CompletionFormatter):
         super().__init__(plan, payload)
         self._echoes = echoes
         self._candidates, self._each = _count_candidates(payload), payload.n or 1
-        self._lists_logprobs, self._lists_ids = payload.logprobs is not None, payload.return_token_ids
+        self._lists_logprobs = payload.logprobs is not None
 
     def begin(self) -> bytes:
         begun = zip(self.plan.choices, map(TextPart, self._echoes), strict=True)
@@ -151,7 +151,7 @@ class TextCompletionFormatter(CompletionFormatter):
             text=part.text if isinstance(part, TextPart) else "",
             logprobs=format_logprobs([*prompt, *placed], bool(prompt)),
             finish_reason=None if finish is None else "length" if finish == "length" else "stop",
-            token_ids=[token for chunk in chunks for token in chunk.token_ids] or None if self._lists_ids else None,
+            token_ids=[token for chunk in chunks for token in chunk.token_ids] or None if choice.ids else None,
             speculation=report_speculation(chunks),
         )
 
@@ -184,6 +184,7 @@ def _create_formatter(model: ServedModel, payload: CompletionRequest) -> TextCom
     wanted = payload.logprobs if tried == each else payload.logprobs or 0  # best_of ranks by them
     plan = plan_answer(model, payload, prompts, get_output_format(payload), payload.stop, most or 1, wanted, tried)
     for choice in plan.choices:
+        choice.ids = bool(payload.return_token_ids)
         choice.finish = "" if most else "length"  # what is generated after a prompt is ignored
         if payload.echo:
             choice.sampling = choice.sampling.changed(prompt_logprobs=payload.logprobs)
