@@ -38,9 +38,9 @@ from outrider.protocol.errors import EndpointError, KeyFault, ServerStopped
 from outrider.protocol.messages import Stats
 from outrider.protocol.stats import add_counts
 from outrider.server.__main__ import DRAIN_SECONDS, uvicorn_config
-from outrider.server.answers.run import run_unless
 from outrider.server.app import build_app
 from outrider.server.model.served import load_served_model
+from outrider.server.server_context import run_unless
 
 LEASE_TIMEOUT_SECONDS = 2.0
 """Timeout of a lease."""

@@ -1,8 +1,7 @@
-"""The ASGI application: its routes, middleware and error handlers."""
+"""The ASGI application: its routes and middleware."""
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import TYPE_CHECKING
 
@@ -11,19 +10,16 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider import __version__
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.protocol.errors import OutriderError
 from outrider.server.endpoints import chat, completions, messages, page, responses, status
 from outrider.server.endpoints.json_route import extend_openapi
 from outrider.server.metrics import Metrics
-from outrider.server.middleware import API_PREFIX, AccessLogMiddleware, AuthMiddleware
+from outrider.server.middleware import API_PREFIX, AccessLogMiddleware
 from outrider.server.model.served import ServedModel
-from outrider.server.problems import to_problem
 from outrider.server.server_context import CompletionBackend, ServerContext
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
@@ -33,8 +29,6 @@ MIN_COMPRESSED_BYTES = 16_384
 """Responses of at least this many bytes are compressed. Event streams never are."""
 
 _REFUSED_GZIP = re.compile(r"gzip\s*;\s*q=0(\.0*)?\s*(,|$)", re.IGNORECASE)
-
-log = logging.getLogger(__name__)
 
 
 def build_app(
@@ -59,11 +53,9 @@ def build_app(
         app.include_router(router)
     app.mount("/page", page.files)
     extend_openapi(app, model.names, chat.ChatChunk)
-    for kind in (OutriderError, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _handle_error)
+    app.add_exception_handler(HTTPException, _raise_error)
     app.add_middleware(_Compression, minimum_size=MIN_COMPRESSED_BYTES, compresslevel=5)
-    app.add_middleware(AuthMiddleware, settings=settings)
-    app.add_middleware(AccessLogMiddleware, metrics=metrics, tracing=tracing)
+    app.add_middleware(AccessLogMiddleware, settings=settings, metrics=metrics, tracing=tracing)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -84,8 +76,6 @@ class _Compression(GZipMiddleware):
         await (self.app if refused else super().__call__)(scope, receive, send)
 
 
-async def _handle_error(request: Request, error: Exception) -> Response:
-    problem = to_problem(error)
-    if problem.status >= 500:
-        log.warning("%s %s: %s", request.method, request.url.path, problem.message)
-    return problem.response(request.scope)
+async def _raise_error(_request: Request, error: Exception) -> Response:
+    """Leaves Starlette's own errors, such as a 404, to `AccessLogMiddleware`, as all others."""
+    raise error

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -29,12 +29,13 @@ _CONVERTED_FIELDS = {"max_tokens", "stop", "logprobs", "grammar", "logit_bias"}
 _COPIED_FIELDS = {one.name for one in dataclasses.fields(SamplingParams)} - _CONVERTED_FIELDS
 """Fields of SamplingParams that a request may have under the same names."""
 
+_TEXT_TYPES = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 _LINE_BREAKS = r"/\n{0,2}/"
 _ANY_TOKENS = "<[*]>*"
 
 
-def join_text(content: str | Sequence[ContentPart] | None, where: str, readable: Collection[str] = ("text",)) -> str:
-    """Returns a message's content as one text, with its parts concatenated.
+def join_text(content: str | Sequence[ContentPart] | None, where: str) -> str:
+    """Returns a message's content as one text, with its parts concatenated. Parts may have any API's name for text.
 
     Raises:
         Problem: a part has no text, or is for example an image.
@@ -43,7 +44,7 @@ def join_text(content: str | Sequence[ContentPart] | None, where: str, readable:
         return content or ""
     texts = []
     for part in content:
-        if part.type not in readable:
+        if part.type not in _TEXT_TYPES:
             raise Problem(f"{where}: parts of type {part.type[:40]!r} are not supported; expected text", where)
         if part.text is None:
             raise Problem(f"{where}: a part of type {part.type!r} has no text; expected its text as 'text'", where)
@@ -172,13 +173,13 @@ def _parse_logit_bias(given: Mapping[str, float] | None) -> tuple[tuple[int, flo
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """`param` is the request's field. `loose`: the grammar may omit parts of the schema that it can't enforce; then
-    `checked` is the schema, as JSON, for a check after generation."""
+    """`param` is the request's field. `loose`: the grammar may omit parts of the schema that it can't enforce;
+    `is_lenient`: it does."""
 
     grammar: Grammar
     param: str
     loose: bool = False
-    checked: str | None = None
+    is_lenient: bool = False
 
 
 def get_output_format(payload: Sampling) -> OutputFormat | None:
@@ -277,7 +278,7 @@ def build_answer_grammar(
 
 
 def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> OutputFormat | None:
-    """Returns a format that can be enforced, `checked` if its grammar omits part of the schema. Raises Problem."""
+    """Returns a format that can be enforced, at least in part if it is loose. Raises Problem."""
     if form is None:
         return None
     try:
@@ -291,7 +292,7 @@ def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> Outp
             lenient = Grammar.json_schema(schema)  # without what the library does not support
             with suppress(InvalidRequest):
                 check_grammar(lenient, model.vocabulary)
-                return replace(form, grammar=lenient, checked=form.grammar.text)
+                return replace(form, grammar=lenient, is_lenient=True)
         raise Problem(f"{form.param}: {error}", form.param) from None
 
 

@@ -1,6 +1,6 @@
 """Prometheus metrics: this process's counters and timers, and the orchestrator's totals at the time of the scrape.
 
-Names and buckets follow vLLM's, with the prefix `outrider:` and additional shorter buckets.
+Names follow vLLM's, with the prefix `outrider:`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,8 @@ Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Values = float | Mapping[Any, float]
 """A value, or values by the tuples of their labels."""
 
-_TTFT_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-    160.0, 640.0,
-)  # fmt: skip
-_ITL_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
-_E2E_BUCKETS = (
-    0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-    120.0, 240.0, 480.0, 960.0,
-)  # fmt: skip
+SECONDS_BUCKETS = tuple(round(digit * 10.0**power, 4) for power in range(-3, 3) for digit in (1, 2, 3, 5, 7))
+"""Bounds in seconds, from a millisecond to ten minutes, finer than vLLM's."""
 
 
 class OrchestratorMetrics(Collector):
@@ -74,11 +65,9 @@ class OrchestratorMetrics(Collector):
         yield gauge("num_requests_running", "Requests in flight", stats.active)
         yield gauge("num_requests_waiting", "Waiting requests", stats.queued)
         yield gauge("kv_cache_usage_perc", "Share of KV memory that running requests use; 1: all", kv.used / limit)
-        reserved = "Share of KV memory that running requests would use at full length"
-        yield gauge("kv_cache_reserved_perc", reserved, kv.reserved / limit)
+        yield gauge("kv_cache_reserved_perc", "The same if all had their full length", kv.reserved / limit)
         yield gauge("kv_cache_limit_bytes", "KV memory of all workers", kv.limit)
-        peak = stats.totals.peak_bytes
-        yield gauge("peak_memory_bytes", "Peak memory of target and drafters, weights included", peak)
+        yield gauge("peak_memory_bytes", "Peak memory of target and drafters", stats.totals.peak_bytes)
         states = {(w.name, w.role, state): w.state == state for w in workers for state in WORKER_STATES}
         yield gauge("worker_state", "Whether the worker is in this state", states, "worker", "role", "state")
         again = {(worker.name, worker.role): worker.restarts for worker in workers}
@@ -97,15 +86,13 @@ class OrchestratorMetrics(Collector):
         failed = {(kind,): endings.get(kind, 0) for kind in ERROR_KINDS}
         yield counter("request_failure", "Requests that were refused or failed, by error", failed, "error")
         yield counter("prompt_tokens", "Prompt tokens read by requests that have ended", totals.prompt_n)
-        queries = totals.prompt_n + totals.cache_n
-        yield counter("prefix_cache_queries", "Prompt cache queries, in tokens", queries)
-        yield counter("prefix_cache_hits", "Prompt cache hits, in tokens", totals.cache_n)
+        yield counter("prefix_cache_queries", "Prompt tokens, cached or not", totals.prompt_n + totals.cache_n)
+        yield counter("prefix_cache_hits", "Prompt tokens from the prompt cache", totals.cache_n)
         yield counter("generation_tokens", "Generated tokens, including running requests", stats.generated)
         yield counter("texts_resumed", "Texts that continued on a replaced target", totals.resumed)
         yield counter("drafters_rejoined", "Drafters that rejoined within a text", totals.rejoined)
         yield counter("stale_messages", "Stale messages of workers", stats.stale_messages)
-        dropped = "Drafters' messages dropped because the speculation cache was full"
-        yield counter("dropped_branches", dropped, stats.dropped_branches)
+        yield counter("dropped_branches", "Branches without room in the speculation cache", stats.dropped_branches)
         yield counter("rejected_frames", "Invalid frames", stats.rejected_frames)
 
     def _collect_speculation(self, stats: Stats) -> Iterator[Metric]:
@@ -124,10 +111,8 @@ class OrchestratorMetrics(Collector):
         held = {(name,): count for name, count in totals.draft_n_accepted_by.items()}
         yield counter("drafter_accepted_tokens", "Accepted draft tokens by drafter", held, "worker")
         misses = {(then,): getattr(totals, f"missed_then_{then}") for then in ("copied", "drafted", "plain")}
-        doc = "Outcomes without a branch, by what was verified next: the branch after a wait, n-grams, a chain"
-        doc += " on request, a plain step"
-        misses = {("branch",): totals.cache_late, **misses}
-        yield counter("speculation_cache_misses", doc, misses, "followed_by")
+        misses[("branch",)] = totals.cache_late
+        yield counter("speculation_cache_misses", "Misses, by what was verified next", misses, "followed_by")
 
     def _family(self, kind: Family, name: str, doc: str, values: Values, *labels: str) -> Metric:
         family = kind(_PREFIX + name, doc, labels=("model_name", *labels))
@@ -179,13 +164,13 @@ class Metrics:
         self.running = Gauge(
             "outrider:http_choices_running", "Choices in progress", ("model_name",), registry=self.registry
         ).labels(model)
-        self.ttft = self._histogram("time_to_first_token_seconds", "Time to first token of a choice", _TTFT_BUCKETS)
+        self.ttft = self._histogram("time_to_first_token_seconds", "Time to first token of a choice")
         doc = "Time between tokens; tokens that arrive together share it equally"
-        self.inter_token = self._histogram("inter_token_latency_seconds", doc, _ITL_BUCKETS)
-        self.total = self._histogram("e2e_request_latency_seconds", "Duration of a choice", _E2E_BUCKETS)
-        self.queue = self._histogram("request_queue_time_seconds", "Time in the queue", _E2E_BUCKETS)
-        self.prefill = self._histogram("request_prefill_time_seconds", "From admission to first token", _E2E_BUCKETS)
-        self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last", _E2E_BUCKETS)
+        self.inter_token = self._histogram("inter_token_latency_seconds", doc)
+        self.total = self._histogram("e2e_request_latency_seconds", "Duration of a choice")
+        self.queue = self._histogram("request_queue_time_seconds", "Time in the queue")
+        self.prefill = self._histogram("request_prefill_time_seconds", "From admission to first token")
+        self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last")
         steps = (float(digit * 10**power) for power in range(len(str(context))) for digit in (1, 2, 5))
         tokens = tuple(step for step in steps if step <= context)
         self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a choice, cached or not", tokens)
@@ -199,7 +184,7 @@ class Metrics:
         """Returns the text that Prometheus reads, including `stats` if given."""
         return generate_latest(OrchestratorMetrics(self._model, stats)) + generate_latest(self.registry)
 
-    def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
+    def _histogram(self, name: str, doc: str, buckets: tuple[float, ...] = SECONDS_BUCKETS) -> Histogram:
         labels = ("model_name",)
         return Histogram(f"outrider:{name}", doc, labels, buckets=buckets, registry=self.registry).labels(self._model)
 

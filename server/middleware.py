@@ -1,4 +1,4 @@
-"""The middleware of every request: its id, access control, and the record of its end."""
+"""The middleware of every request: its id, access control, errors, and the record of its end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.orchestrator.http_settings import HttpSettings
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.process import current_request
 from outrider.server.metrics import Metrics
 from outrider.server.problems import CLIENT_CLOSED_REQUEST, Problem, to_problem
@@ -37,11 +40,12 @@ LOOPBACK_PATHS = PUBLIC_PATHS | {"/metrics"}  # which contains no prompts or ans
 
 
 class AccessLogMiddleware:
-    """Assigns an id to each request and records how it ended, for the metrics, the access log and the trace span, none
-    of which contains a key, a query string or a body. Wraps `AuthMiddleware`, so rejected requests are recorded too."""
+    """Assigns an id to each request, refuses those without access, answers errors, and records how each request ended,
+    for the metrics, the access log and the trace span, none of which contains a key, a query string or a body."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None) -> None:
+    def __init__(self, app: ASGIApp, settings: HttpSettings, metrics: Metrics, tracing: Tracing | None) -> None:
         self._app = app
+        self._access = AccessRules(settings)
         self._metrics = metrics
         self._tracing = tracing
         self._salt = secrets.token_bytes(16)
@@ -76,12 +80,16 @@ class AccessLogMiddleware:
             await send(message)
 
         try:
+            self._access.check(inner)
             await self._app(inner, read, answer)
-        except Problem as refused:  # by `AuthMiddleware`
-            await refused.response(scope)(scope, read, answer)
         except Exception as error:
+            problem = to_problem(error)
             if status == CLIENT_CLOSED_REQUEST:  # no response has started
-                await to_problem(error).response(scope)(scope, read, answer)
+                await problem.response(inner)(inner, read, answer)
+            if isinstance(error, OutriderError | HTTPException | ClientDisconnect):
+                if problem.status >= 500:
+                    log.warning("%s %s: %s", scope["method"], inner["path"], problem.message)
+                return
             raise
         finally:
             if span is not None:
@@ -114,16 +122,16 @@ def get_api_key(scope: Scope) -> str | None:
     return (bearer.strip() if scheme.lower() == "bearer" else None) or headers.get("x-api-key") or None
 
 
-class AuthMiddleware:
-    """Checks each request before routing. Raises Problem for one that is refused."""
+class AccessRules:
+    """Checks requests before routing, by `Host` header and API key."""
 
-    def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
-        self._app = app
+    def __init__(self, settings: HttpSettings) -> None:
         self._keys = tuple(key.encode() for key in settings.api_keys)
         self._public = LOOPBACK_PATHS if settings.is_loopback else PUBLIC_PATHS
         self._hosts = {"localhost", settings.host.lower()} if settings.is_loopback and not settings.api_keys else None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def check(self, scope: Scope) -> None:
+        """Raises Problem for a request that is refused."""
         headers, path = Headers(scope=scope), scope["path"]
         if self._hosts is not None and not _is_known_host(headers.get("host", ""), self._hosts):
             raise Problem(
@@ -137,7 +145,6 @@ class AuthMiddleware:
             raise Problem(
                 "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
             )
-        await self._app(scope, receive, send)
 
 
 def _is_known_host(host: str, hosts: set[str]) -> bool:

@@ -9,16 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Scope
 
-from outrider.protocol.errors import (
-    EndpointError,
-    InvalidRequest,
-    ModelError,
-    OutriderError,
-    PromptTooLong,
-    ServerBusy,
-    UnknownDrafter,
-    WorkerError,
-)
+from outrider.protocol import errors
 from outrider.protocol.process import current_request
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.schemas import AnthropicError, AnthropicErrorBody, OpenAIError, OpenAIErrorBody
@@ -37,7 +28,7 @@ def is_anthropic(scope: Scope) -> bool:
 
 
 @dataclass(eq=False)
-class Problem(OutriderError):
+class Problem(errors.OutriderError):
     """An error. `param` is the field at fault, `code` a machine-readable kind, `details` Anthropic's `error_code`.
 
     `methods`: those that the path supports.
@@ -94,17 +85,17 @@ def to_problem(error: Exception) -> Problem:
             methods = (headers or {}).get("Allow", "GET")  # static files have none
             methods = "GET, HEAD" if methods == "GET" else methods
             return Problem(f"this path does not support this method; expected {methods}", status=405, methods=methods)
-        case ServerBusy():
+        case errors.ServerBusy():
             return Problem(str(error), status=429, code="rate_limit_exceeded")
-        case EndpointError() | WorkerError():
+        case errors.EndpointError() | errors.WorkerError():
             return Problem(str(error), status=503)
-        case UnknownDrafter():
+        case errors.UnknownDrafter():
             return Problem(str(error), "speculation")
-        case PromptTooLong():
+        case errors.PromptTooLong():
             return Problem(str(error), code="context_length_exceeded")
-        case InvalidRequest() | ModelError():
+        case errors.InvalidRequest() | errors.ModelError():
             first = str(error).partition(" ")[0]  # errors of a sampling parameter begin with its name
             return Problem(str(error), first if first in SamplingParams.__dataclass_fields__ else None)
-        case OutriderError():
+        case errors.OutriderError():
             return Problem(str(error), status=500)
     return Problem("the server failed to answer this request; see its log", status=500)

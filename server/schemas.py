@@ -1,21 +1,19 @@
 """Schemas that the APIs share: bounds of numbers, sampling fields, speculation, usage, errors.
 
-Numbers have the bounds of `SamplingParams`, so that the OpenAPI document has them too. Fields without effect on the
-answer are listed, accepted and ignored; `endpoints/json_route.py` handles unknown ones.
+Numbers have the bounds of `SamplingParams`, so that the OpenAPI document has them too. Fields that no schema has are
+handled by `endpoints/json_route.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.orchestrator.http_settings import MAX_WAIT_SECONDS
 from outrider.orchestrator.settings import MAX_DRAFT_TOKENS, MAX_REQUESTED_BRANCHES
-from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Span
 from outrider.protocol.sampling import MAX_COUNT, MAX_LOGIT_BIAS, MAX_SEED, SamplingParams
 
 MAX_CHOICES = 128
@@ -31,7 +29,6 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 JsonObject = dict[str, Any]
-Ignored = Annotated[Any, Field(description="ignored: it has no effect on the answer")]
 
 Timings = dict[str, Any]
 """Statistics of a request, with llama.cpp's names; docs/protocol.md explains each."""
@@ -179,8 +176,6 @@ class Generation(ApiRequest):
     speculation: Speculation | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_WAIT_SECONDS, description="seconds until cancelled")] | None = None
     stream: bool | None = None
-    metadata: Ignored = None
-    service_tier: Ignored = None
 
 
 class OpenAIGeneration(Generation):
@@ -192,11 +187,6 @@ class OpenAIGeneration(Generation):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, _sampling_bounds("repetition_penalty")] | None = None
     ignore_eos: bool | None = None
-    user: Ignored = None
-    store: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
 
 
 class Sampling(OpenAIGeneration):
@@ -221,8 +211,6 @@ class Sampling(OpenAIGeneration):
     regex: str | None = Field(None, description="SGLang's name for guided_regex")
     ebnf: str | None = Field(None, description="SGLang's name for grammar")
     structured_outputs: StructuredOutputs | None = None
-    cache_prompt: Ignored = None
-    prediction: Ignored = None
 
 
 class TopLogprob(ApiResponse):
@@ -244,22 +232,14 @@ class ChatLogprobs(ApiResponse):
     refusal: None = None
 
 
-class CachedTokens(ApiResponse):
-    cached_tokens: int = 0
-
-
-class ReasoningTokens(ApiResponse):
-    reasoning_tokens: int = 0
-
-
 class Usage(ApiResponse):
     """Token counts. `cached_tokens` of the prompt came from the cache; `reasoning_tokens` were thinking."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | None = omit_if_none()
+    prompt_tokens_details: dict[Literal["cached_tokens"], int]
+    completion_tokens_details: dict[Literal["reasoning_tokens"], int] | None = omit_if_none()
 
 
 class Outrider(ApiResponse):
@@ -280,46 +260,11 @@ class TokenOrigin(ApiResponse):
     )
 
 
-class Work(ApiResponse):
-    """Work that began `start_ms` after the request and took `ms`, both in milliseconds."""
-
-    start_ms: float
-    ms: float
-
-    @classmethod
-    def of(cls, span: Span, **more: Any) -> Self:
-        """Returns the work of a span. `more`: other fields."""
-        return cls(start_ms=span.started_ns / MILLISECOND_NS, ms=span.milliseconds, **more)
-
-
-class Drafting(Work):
-    """A drafter's work for `round`: `branches` grew to `depth` tokens. With 0: a chain on request, or nothing yet."""
-
-    drafter: str
-    round: int
-    depth: int
-    branches: int
-
-
-class Round(ApiResponse):
-    """A verify of a chain of `drafted` tokens, of which `accepted` were accepted; `tokens` became final."""
-
-    round: int
-    lookup: str = Field(description="hit, grown (a hit after a wait), late (a miss whose branch came late), miss, none")
-    source: str = Field(description="where the chain came from: cache, drafter, head, ngram, none")
-    drafted: int
-    accepted: int
-    tokens: int
-    verify: Work
-    decided: Work | None = Field(description="the decision: from the previous outcome to the next proposal")
-    drafting: list[Drafting]
-
-
 class SpeculationReport(ApiResponse):
-    """`origins`: one for each token. `rounds`: those that ended since the last event."""
+    """`origins`: one for each token. `rounds`: those that ended since the last event, as docs/server.md says."""
 
     origins: list[TokenOrigin] | None = omit_if_none()
-    rounds: list[Round] | None = omit_if_none()
+    rounds: list[JsonObject] | None = omit_if_none()
 
 
 class CompletionBase(ApiResponse):

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests that arrive with a trace context: the request, its choices and their phases.
 
 Imported only when tracing is configured. Names follow OpenTelemetry's conventions for HTTP and generative AI;
-speculation statistics have the names of `Timings` with the prefix `outrider.`. Spans contain no prompts or answers.
+the numbers of `Timings` have their names with the prefix `outrider.`. Spans contain no prompts or answers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import time
 from typing import Any
 
+from msgspec import structs
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
@@ -29,10 +30,6 @@ from outrider.server.middleware import MAX_PATH_LENGTH
 OTLP_PROTOCOL = "http/protobuf"
 OTLP_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
-SPECULATION_FIELDS = (
-    *("rounds", "draft_rounds", "draft_n", "draft_n_accepted", "ngram_chains", "verify_ms"),
-    *("cache_hits", "cache_misses", "cache_late", "missed_then_plain", "missed_then_copied", "missed_then_drafted"),
-)
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +140,10 @@ class ChoiceSpan:
         )
         at_ns = self._add_phase("queue", self._began_ns, times.queue_ms, {})
         at_ns = self._add_phase("prefill", at_ns, times.prompt_ms, {"outrider.prompt_n": times.prompt_n})
-        fields = {f"outrider.draft_n_accepted_from.{by}": count for by, count in times.draft_n_accepted_from.items()}
-        fields |= {f"outrider.{name}": getattr(times, name) for name in SPECULATION_FIELDS}
+        fields: dict[str, Any] = {
+            f"outrider.draft_n_accepted_from.{by}": count for by, count in times.draft_n_accepted_from.items()
+        }
+        fields |= {f"outrider.{name}": n for name, n in structs.asdict(times).items() if isinstance(n, int | float)}
         self._add_phase("decode", at_ns, times.predicted_ms, fields)
 
     def _add_phase(self, name: str, began_ns: int, milliseconds: float, fields: dict[str, Any]) -> int:

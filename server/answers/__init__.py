@@ -1,1 +1,1 @@
-"""From generated text to responses: running requests, splitting text into parts, server-sent events, usage."""
+"""From generated text to responses: splitting text into parts, server-sent events, usage."""

@@ -16,13 +16,7 @@ from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.orchestrator.pairing.detokenizer import TextStream, partial_match_length
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import MAX_COUNT, SamplingParams
-from outrider.server.mapping import (
-    OutputFormat,
-    build_answer_grammar,
-    derive_seed,
-    resolve_output_format,
-    to_sampling_params,
-)
+from outrider.server import mapping
 from outrider.server.model.served import ServedModel, TemplateInput, ThinkingMode, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
 from outrider.server.schemas import UNLIMITED, Generation
@@ -75,7 +69,7 @@ class Splitter:
         self._marks = tuple(filter(None, (thinking.answer, *thinking.marks))) if thinking is not None else ()
         self._span = thinking if begun else None
         self.thinking_bounds = [-1] if self._span is not None else []
-        self._in_form, self._by_grammar, self._text_only = in_form, by_grammar, False
+        self._in_form, self._by_grammar = in_form, by_grammar
         self._pending, self._had_call, self._after_mark = "", False, begun
         self._at = self._search_start = 0
 
@@ -97,7 +91,7 @@ class Splitter:
     def _split(self) -> Iterator[Part]:
         while True:
             if self._in_form and self._is_text_next():
-                self._text_only = True
+                self._starts, self._marks = {}, ()
             marks = self._next_tags()
             found = [(place, mark) for mark in marks if (place := self._pending.find(mark, self._search_start)) >= 0]
             if not found:
@@ -136,7 +130,7 @@ class Splitter:
     def _is_text_next(self) -> bool:
         """Returns whether the pending text is neither a tag nor the beginning of one."""
         text = self._pending.lstrip("\n")
-        if self._span is not None or self._text_only or not text:
+        if self._span is not None or not text:
             return False
         return not any(text.startswith(mark) or mark.startswith(text) for mark in self._next_tags())
 
@@ -146,8 +140,6 @@ class Splitter:
 
     def _next_tags(self) -> tuple[str, ...]:
         """Returns the tags that may come next."""
-        if self._text_only:
-            return ()
         if self._span is None:
             return (*self._starts, *self._marks)
         return (self._span.end,) if self._span.end else ()
@@ -155,7 +147,7 @@ class Splitter:
     def _emit_text(self, text: str) -> list[Part]:
         whole = len(text)
         if self._after_mark:
-            text = text.lstrip("\n" if self._text_only else None)
+            text = text.lstrip("\n" if self._in_form and self._span is None else None)
             self._after_mark = not text
         if not text:
             return []
@@ -216,7 +208,7 @@ class ChoiceState:
     pieces: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    unsent_chunks: tuple[Chunk, ...] = ()
+    unsent_chunks: list[Chunk] = field(default_factory=list)
     finish: str = ""
     result: GenerationResult = UNFINISHED
 
@@ -253,7 +245,7 @@ class ChoiceState:
             self.tokens += one.token_ids
             if self.ids or one.logprobs is not None or one.origins is not None or one.rounds is not None:
                 self.chunks.append(one)
-                self.unsent_chunks += (one,)
+                self.unsent_chunks.append(one)
             items += self._add(self.splitter.feed(one.text))
             self.finish = "tool" if self.one_call and self.calls else ""
         return items
@@ -282,8 +274,8 @@ class ChoiceState:
         items: list[StreamItem] = []
         for part in parts:
             self.pieces.append(part)
-            items.append(PartUpdate(self, part, self.unsent_chunks))
-            self.unsent_chunks = ()
+            items.append(PartUpdate(self, part, tuple(self.unsent_chunks)))
+            self.unsent_chunks.clear()
             if self.one_call and isinstance(part, ToolCall):
                 break
         return items
@@ -308,16 +300,15 @@ def merge_updates(item: StreamItem, later: StreamItem) -> PartUpdate | None:
 class AnswerPlan:
     """The choices to generate, and what was requested of them.
 
-    `prompt_tokens`: of all prompts. `is_chat`: the prompt is a conversation, whose tools are `box`. `form`: the output
-    format. `speculation`: options of the client's `stream`. `timeout`: in seconds.
+    `prompt_tokens`: of all prompts. `is_chat`: the prompt is a conversation. `notes`: what no grammar enforces.
+    `speculation`: options of the client's `stream`. `timeout`: in seconds.
     """
 
     model: ServedModel
     prompt_tokens: int
     choices: list[ChoiceState]
     is_chat: bool = True
-    box: Toolbox = field(default_factory=Toolbox)
-    form: OutputFormat | None = None
+    notes: Sequence[str] = ()
     speculation: dict[str, Any] = field(default_factory=dict)
     timeout: float | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -327,7 +318,7 @@ def plan_answer(
     model: ServedModel,
     payload: Generation,
     source: TemplateInput | Sequence[TokenizedPrompt],
-    form: OutputFormat | None,
+    form: mapping.OutputFormat | None,
     stop: str | Sequence[str] | None,
     max_tokens: int | None,
     logprobs: int | None = None,
@@ -345,20 +336,22 @@ def plan_answer(
         prompts, box, thinking = [model.tokenize_conversation(source)], source.box, model.thinking
     else:
         prompts, box, thinking = list(source), Toolbox(), None
-    form = resolve_output_format(model, form)
-    grammar = build_answer_grammar(model, prompts[0], box, form)
+    form = mapping.resolve_output_format(model, form)
+    grammar = mapping.build_answer_grammar(model, prompts[0], box, form)
     limit = MAX_COUNT if max_tokens in (None, UNLIMITED) else max_tokens
-    sampling = to_sampling_params(model, payload, limit, stop, grammar, logprobs)
+    sampling = mapping.to_sampling_params(model, payload, limit, stop, grammar, logprobs)
     speculation = payload.speculation.model_dump() if payload.speculation is not None else {}
     by_token = box.single or speculation.get("origins")
     choices: list[ChoiceState] = []
     for prompt in prompts:
         room = max(model.context_length - len(prompt.tokens), 1) if limit == MAX_COUNT else limit
         for number in range(count):
-            own = replace(sampling, seed=derive_seed(sampling.seed or 0, number), max_tokens=room)
+            own = replace(sampling, seed=mapping.derive_seed(sampling.seed or 0, number), max_tokens=room)
             splitter = Splitter(thinking, model.tools, box, prompt.thinking_mode, form is not None, grammar is not None)
             ends = model.codec.end_tokens(own)
             detokenizer = TextStream(model.codec.spelling, prompt.tokens, own.stop, ends) if by_token else None
             choices.append(ChoiceState(len(choices), prompt, own, splitter, detokenizer, box.single))
     prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
-    return AnswerPlan(model, prompt_tokens, choices, is_chat, box, form, speculation, payload.timeout)
+    left_out = "the grammar enforces only a part of this schema; with strict it is refused"
+    notes = [f"{form.param}: {left_out}"] if form is not None and form.is_lenient else []
+    return AnswerPlan(model, prompt_tokens, choices, is_chat, notes, speculation, payload.timeout)

@@ -1,25 +1,38 @@
-"""Formats answers for an API, whole or as a stream of server-sent events."""
+"""Formats answers for an API, whole or as a stream of events: text, usage, log-probabilities, statistics."""
 
 from __future__ import annotations
 
+import codecs
 import secrets
+import sys
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate, zip_longest
+from operator import add
 from typing import Any
 
+from msgspec import structs, to_builtins
 from pydantic import BaseModel
 from pydantic_core import to_json
 
 from outrider import __version__
-from outrider.orchestrator.client.dialogue import Chunk
+from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
+from outrider.orchestrator.pairing.detokenizer import Spelling, TextStream
+from outrider.orchestrator.pairing.tokenizer import TextCodec
+from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.messages import RoundRecord, Span
+from outrider.server import schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, KeepAlive, Part, PartUpdate, StreamItem
-from outrider.server.answers.usage import build_statistics, build_usage, describe_schema_violations
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
-from outrider.server.schemas import Sampling
 
 FINGERPRINT = f"outrider-{__version__}"
 DONE = b"data: [DONE]\n\n"
+MIN_LOGPROB = -9999.0
+"""OpenAI's value for an impossible token."""
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
@@ -37,7 +50,8 @@ class AnswerFormatter(ABC):
     """Formats the answer of one request for an API, whole or as events. Methods may write several events, or none."""
 
     def __init__(self, plan: AnswerPlan) -> None:
-        self.plan = plan
+        self.plan, codec = plan, plan.model.codec
+        self._logprobs = [LogprobFormatter(codec, codec.end_tokens(choice.sampling)) for choice in plan.choices]
 
     @abstractmethod
     def format_response(self) -> BaseModel:
@@ -75,6 +89,11 @@ class AnswerFormatter(ABC):
     @abstractmethod
     def _format_choice_end(self, choice: ChoiceState) -> bytes: ...
 
+    def _count_reasoning_tokens(self) -> int:
+        """Counts the thinking tokens of all choices."""
+        spelling = self.plan.model.codec.spelling
+        return sum(count_thinking_tokens(spelling, choice) for choice in self.plan.choices if choice.thought)
+
 
 class BlockFormatter(AnswerFormatter):
     """Formats an answer of one choice as a sequence of blocks: consecutive text, consecutive thinking, or a call.
@@ -97,7 +116,8 @@ class BlockFormatter(AnswerFormatter):
 
     def _end_block(self, status: str = "completed") -> bytes:
         """Ends the current block, if there is one."""
-        return self._format_block_end(status) if self._kind is not None else b""
+        (choice,) = self.plan.choices
+        return self._format_block_end(choice.parts[self._at], status) if self._kind is not None else b""
 
     @abstractmethod
     def _format_block_start(self, part: Part) -> bytes:
@@ -108,7 +128,8 @@ class BlockFormatter(AnswerFormatter):
         """Adds content to the block."""
 
     @abstractmethod
-    def _format_block_end(self, status: str) -> bytes: ...
+    def _format_block_end(self, part: Part, status: str) -> bytes:
+        """Ends the block, whose whole content is `part`."""
 
 
 class CompletionFormatter(AnswerFormatter):
@@ -121,7 +142,7 @@ class CompletionFormatter(AnswerFormatter):
     response: type[BaseModel]
     chunk: type[BaseModel]
 
-    def __init__(self, plan: AnswerPlan, payload: Sampling) -> None:
+    def __init__(self, plan: AnswerPlan, payload: schemas.Sampling) -> None:
         """Raises Problem for stream_options without a stream."""
         super().__init__(plan)
         if payload.stream_options is not None and not payload.stream:
@@ -147,9 +168,9 @@ class CompletionFormatter(AnswerFormatter):
     def format_response(self) -> BaseModel:
         """Returns the full response. Usage and timings include all choices, even those that are not returned."""
         kept = self._returned_choices()
-        numbers = build_statistics(self.plan.choices, describe_schema_violations(self.plan, kept), kept[0])
+        numbers = build_statistics(self.plan.choices, self.plan.notes, kept[0])
         choices = list(map(self._format_choice, kept))
-        return self.response(**self._common, choices=choices, usage=build_usage(self.plan), **numbers)
+        return self.response(**self._common, choices=choices, usage=self._build_usage(), **numbers)
 
     def _format_part(self, update: PartUpdate) -> bytes:
         return self._event([self._format_chunk_choice(update.choice, update.part, update.chunks)])
@@ -160,7 +181,7 @@ class CompletionFormatter(AnswerFormatter):
     def end(self) -> bytes:
         if not self._include_usage:
             return DONE
-        return self._event([], self.plan.choices, usage=build_usage(self.plan)) + DONE
+        return self._event([], self.plan.choices, usage=self._build_usage()) + DONE
 
     def format_error(self, problem: Problem) -> bytes:
         return event(problem.body(anthropic=False))
@@ -169,8 +190,121 @@ class CompletionFormatter(AnswerFormatter):
         """Returns the choices of the full response."""
         return self.plan.choices
 
+    def _build_usage(self) -> schemas.Usage:
+        """Returns the usage of all choices. A prompt shared by several choices counts once."""
+        plan, num_generated = self.plan, sum(len(choice.tokens) for choice in self.plan.choices)
+        cached = max((choice.result.timings.cache_n for choice in plan.choices), default=0)
+        return schemas.Usage(
+            prompt_tokens=plan.prompt_tokens,
+            completion_tokens=num_generated,
+            total_tokens=plan.prompt_tokens + num_generated,
+            prompt_tokens_details={"cached_tokens": cached},
+            completion_tokens_details={"reasoning_tokens": self._count_reasoning_tokens()} if plan.is_chat else None,
+        )
+
     def _event(self, choices: list[BaseModel], ended: Sequence[ChoiceState] = (), **more: Any) -> bytes:
         """Returns an event. `ended`: the choices whose timings it reports."""
         if ended:
-            more |= build_statistics(ended, describe_schema_violations(self.plan, ended))
+            more |= build_statistics(ended, self.plan.notes)
         return event(to_json(self.chunk(**self._common, choices=choices, **more)))
+
+
+def build_statistics(
+    choices: Sequence[ChoiceState], notes: Sequence[str] = (), first: ChoiceState | None = None
+) -> dict[str, Any]:
+    """Returns `timings`, the sum of all choices without one value per hit, and `outrider`, of `first` or the first."""
+    times, result = reduce(add, (choice.result.timings for choice in choices)), (first or choices[0]).result
+    found = structs.asdict(times)
+    del found["turnaround_ms"]
+    found["prompt_per_second"] = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
+    about = schemas.Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
+    return {"timings": to_builtins(found), "outrider": about}
+
+
+def report_speculation(chunks: Sequence[Chunk]) -> schemas.SpeculationReport | None:
+    """Returns the `speculation` field for a choice's chunks; None if empty. A chunk with an origin has one token."""
+    origins = [schemas.TokenOrigin(text=one.text, origin=one.origins[0].name.lower()) for one in chunks if one.origins]
+    rounds = [_to_round(record) for chunk in chunks for record in chunk.rounds or ()]
+    return schemas.SpeculationReport(origins=origins or None, rounds=rounds or None) if origins or rounds else None
+
+
+def _to_round(record: RoundRecord) -> dict[str, Any]:
+    """Returns the record with its spans in milliseconds."""
+    drafting = [
+        {
+            "drafter": one.drafter,
+            "round": one.round,
+            "depth": one.depth,
+            "branches": one.branches,
+            **_to_times(one.work),
+        }
+        for one in record.drafting
+    ]
+    decided = _to_times(record.decided) if record.decided is not None else None
+    return {**structs.asdict(record), "verify": _to_times(record.verify), "decided": decided, "drafting": drafting}
+
+
+def _to_times(span: Span) -> dict[str, float]:
+    return {"start_ms": span.started_ns / MILLISECOND_NS, "ms": span.milliseconds}
+
+
+def count_thinking_tokens(spelling: Spelling, choice: ChoiceState) -> int:
+    """Counts the tokens of a choice's thinking, tags included, by the text that each token completes."""
+    stream = TextStream(spelling, choice.prompt.tokens, (), frozenset())
+    ends = list(accumulate(len(stream.feed([token]).text) for token in choice.tokens))
+    bounds = choice.splitter.thinking_bounds
+    spans = zip_longest(bounds[::2], bounds[1::2], fillvalue=sys.maxsize)
+    return sum(min(bisect_left(ends, end) + 1, len(ends)) - bisect_right(ends, start) for start, end in spans)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedToken:
+    """A token with its log-probability, and where its text starts and ends, in characters of the generated text."""
+
+    start: int
+    end: int
+    spelled: schemas.ChatTokenLogprob
+
+
+class LogprobFormatter:
+    """Formats a choice's log-probabilities for OpenAI's APIs; generated tokens in `ends` (end of text) are omitted."""
+
+    def __init__(self, codec: TextCodec, ends: frozenset[int]) -> None:
+        self._codec, self._ends = codec, ends
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def format(self, chunks: Sequence[Chunk]) -> list[PlacedToken]:
+        """Formats the tokens of the next chunks. In a token's own text, incomplete characters become U+FFFD."""
+        return self._place([row for row in collect_logprobs(chunks) if row.token not in self._ends])
+
+    def format_prompt(self, text: str, tokens: Sequence[int], rows: Sequence[TokenLogprob]) -> list[PlacedToken]:
+        """Formats the tokens of a prompt, before those of chunks; `rows` are those of all but the first token.
+
+        Their places end with `text`; what the tokenizer adds before it, such as a begin token, starts where it does.
+        """
+        spelled = b"".join(map(self._codec.spelling.of, tokens))
+        self._length = len(text) - len(spelled.decode(errors="replace"))
+        return self._place([TokenLogprob(tokens[0], 0.0), *rows])
+
+    def _place(self, rows: Sequence[TokenLogprob]) -> list[PlacedToken]:
+        found = []
+        for row in rows:
+            top = [self._format_token(token, value) for token, value in row.top]
+            spelled = schemas.ChatTokenLogprob(
+                **self._format_token(row.token, row.logprob).model_dump(), top_logprobs=top
+            )
+            start = self._length
+            self._length += len(self._characters.decode(bytes(spelled.bytes)))
+            found.append(PlacedToken(max(start, 0), self._length, spelled))
+        return found
+
+    def _format_token(self, token: int, value: float) -> schemas.TopLogprob:
+        spelled = self._codec.spelling.of(token)
+        return schemas.TopLogprob(
+            token=spelled.decode(errors="replace"), logprob=max(value, MIN_LOGPROB), bytes=list(spelled)
+        )
+
+
+def collect_logprobs(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
+    return [row for chunk in chunks for row in chunk.logprobs or ()]

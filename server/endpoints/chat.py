@@ -13,21 +13,10 @@ from starlette.responses import Response
 
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.sampling import MAX_LOGPROBS
-from outrider.server import schemas
+from outrider.server import mapping, schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, ThinkingPart, plan_answer
-from outrider.server.answers.formatter import CompletionFormatter
-from outrider.server.answers.usage import create_logprob_formatters, report_speculation
-from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping import (
-    ToolSelection,
-    assistant_message,
-    get_output_format,
-    join_text,
-    past_tool_call,
-    select_tools,
-    template_keywords,
-    tool_result,
-)
+from outrider.server.answers.formatter import CompletionFormatter, report_speculation
+from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
@@ -111,28 +100,21 @@ class ChatRequest(ConversationRequest, schemas.Sampling):
     functions: Annotated[Any, schemas.unsupported("it is deprecated; use tools")] = None
     function_call: Annotated[Any, schemas.unsupported("it is deprecated; use tool_choice")] = None
     web_search_options: Annotated[Any, schemas.unsupported("web search is not supported")] = None
-    verbosity: schemas.Ignored = None
-
-
-class FunctionOut(schemas.ApiResponse):
-    name: str
-    arguments: str
 
 
 class ToolCallOut(schemas.ApiResponse):
+    """A call, with an index in a stream."""
+
     id: str
     type: Literal["function"] = "function"
-    function: FunctionOut
+    function: dict[Literal["name", "arguments"], str]
+    index: int | None = schemas.omit_if_none()
 
     @classmethod
-    def of(cls, call: ToolCall, **more: Any) -> Self:
-        """Converts a call. Its id is the model's own, or a new one. `more`: other fields."""
-        function = FunctionOut(name=call.name, arguments=call.arguments)
-        return cls(id=call.id or f"call_{secrets.token_hex(12)}", function=function, **more)
-
-
-class ToolCallDelta(ToolCallOut):
-    index: int
+    def of(cls, call: ToolCall, index: int | None = None) -> Self:
+        """Converts a call. Its id is the model's own, or a new one."""
+        function: dict[Literal["name", "arguments"], str] = {"name": call.name, "arguments": call.arguments}
+        return cls(id=call.id or f"call_{secrets.token_hex(12)}", function=function, index=index)
 
 
 class AnswerMessage(schemas.ApiResponse):
@@ -167,7 +149,7 @@ class Delta(schemas.ApiResponse):
     role: Literal["assistant"] | None = schemas.omit_if_none()
     content: str | None = schemas.omit_if_none()
     reasoning_content: str | None = schemas.omit_if_none()
-    tool_calls: list[ToolCallDelta] | None = schemas.omit_if_none()
+    tool_calls: list[ToolCallOut] | None = schemas.omit_if_none()
 
 
 class ChunkChoice(schemas.ApiResponse):
@@ -194,7 +176,6 @@ class ChatFormatter(CompletionFormatter):
 
     def __init__(self, plan: AnswerPlan, payload: ChatRequest) -> None:
         super().__init__(plan, payload)
-        self._logprobs = create_logprob_formatters(plan)
         self._calls = [0] * len(plan.choices)
 
     def begin(self) -> bytes:
@@ -222,29 +203,29 @@ class ChatFormatter(CompletionFormatter):
                 return Delta(reasoning_content=text)
             case ToolCall():
                 self._calls[index] += 1
-                return Delta(tool_calls=[ToolCallDelta.of(part, index=self._calls[index] - 1)])
+                return Delta(tool_calls=[ToolCallOut.of(part, self._calls[index] - 1)])
         return Delta()
 
     def _fields(self, choice: ChoiceState, chunks: Sequence[Chunk], finish: str | None) -> dict[str, Any]:
         """Returns the fields that whole and streamed choices share."""
         reason = _REASONS.get(finish, "stop") if finish is not None else None
-        placed = self._logprobs[choice.index].format(chunks) if self._logprobs is not None else []
+        placed = self._logprobs[choice.index].format(chunks)
         logprobs = schemas.ChatLogprobs(content=[token.spelled for token in placed]) if placed else None
         speculation = report_speculation(chunks)
         return {"index": choice.index, "finish_reason": reason, "logprobs": logprobs, "speculation": speculation}
 
 
-def _tool_choice(payload: ConversationRequest) -> ToolSelection:
+def _tool_choice(payload: ConversationRequest) -> mapping.ToolSelection:
     single = payload.parallel_tool_calls is False
     match payload.tool_choice:
         case "any":  # Mistral's name for required
-            return ToolSelection("required", single=single)
+            return mapping.ToolSelection("required", single=single)
         case None | str() as kind:
-            return ToolSelection(kind or "auto", single=single)
+            return mapping.ToolSelection(kind or "auto", single=single)
         case NamedToolChoice(function=function):
-            return ToolSelection("required", (function.name,), single=True)
+            return mapping.ToolSelection("required", (function.name,), single=True)
         case AllowedToolsChoice(allowed_tools=allowed):
-            return ToolSelection(allowed.mode, tuple(tool.function.name for tool in allowed.tools), single)
+            return mapping.ToolSelection(allowed.mode, tuple(tool.function.name for tool in allowed.tools), single)
 
 
 def to_conversation(model: ServedModel, payload: ConversationRequest) -> TemplateInput:
@@ -260,20 +241,20 @@ def to_conversation(model: ServedModel, payload: ConversationRequest) -> Templat
     named = payload.model_dump(include={"enable_thinking", "reasoning_effort"})
     return TemplateInput(
         messages=[_convert_message(message, f"messages.{place}.content") for place, message in enumerate(messages)],
-        box=select_tools(model, [tool.function for tool in payload.tools or ()], _tool_choice(payload)),
-        keywords=template_keywords(payload.chat_template_kwargs, **named),
+        box=mapping.select_tools(model, [tool.function for tool in payload.tools or ()], _tool_choice(payload)),
+        keywords=mapping.template_keywords(payload.chat_template_kwargs, **named),
         answer=payload.add_generation_prompt is not False,
         continue_final=continues,
     )
 
 
 def _convert_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    content = join_text(message.content, where, ("text", "refusal")) or message.refusal or ""
+    content = mapping.join_text(message.content, where) or message.refusal or ""
     if message.role == "assistant":
-        calls = [past_tool_call(c.function.name, c.function.arguments, c.id) for c in message.tool_calls or ()]
-        return assistant_message(content, calls, message.reasoning_content or message.reasoning or "")
+        calls = [mapping.past_tool_call(c.function.name, c.function.arguments, c.id) for c in message.tool_calls or ()]
+        return mapping.assistant_message(content, calls, message.reasoning_content or message.reasoning or "")
     if message.role == "tool":
-        return tool_result(content, message.tool_call_id or "", message.name)
+        return mapping.tool_result(content, message.tool_call_id or "", message.name)
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": content, **({"name": message.name} if message.name else {})}
 
@@ -281,7 +262,7 @@ def _convert_message(message: ChatMessage, where: str) -> dict[str, Any]:
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/chat/completions", response_model=None, responses=response_docs(ChatCompletion, chunk_docs(ChatChunk)))
+@router.post("/chat/completions", response_model=None, responses=response_docs(ChatCompletion, ChatChunk))
 async def complete(payload: ChatRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Generates an answer to a conversation."""
     if payload.modalities is not None and payload.modalities != ["text"]:
@@ -292,7 +273,7 @@ async def complete(payload: ChatRequest, request: Request, context: ContextDepen
     if None not in (newer, older) and newer != older:
         raise Problem(f"max_tokens is {older} and max_completion_tokens {newer}; expected one of them", "max_tokens")
     most = older if newer is None else newer
-    source, form, model = to_conversation(context.model, payload), get_output_format(payload), context.model
+    source, form, model = to_conversation(context.model, payload), mapping.get_output_format(payload), context.model
     logprobs = payload.top_logprobs or 0 if payload.logprobs else None
     plan = await asyncio.to_thread(
         plan_answer, model, payload, source, form, payload.stop, most, logprobs, payload.n or 1

@@ -16,9 +16,8 @@ from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import MAX_LOGPROBS
 from outrider.server import schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, TextPart, plan_answer
-from outrider.server.answers.formatter import CompletionFormatter
-from outrider.server.answers.usage import PlacedToken, collect_logprobs, create_logprob_formatters, report_speculation
-from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
+from outrider.server.answers.formatter import CompletionFormatter, PlacedToken, collect_logprobs, report_speculation
+from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.mapping import get_output_format
 from outrider.server.model.served import ServedModel, TokenizedPrompt
 from outrider.server.problems import Problem
@@ -116,7 +115,7 @@ class TextCompletionFormatter(CompletionFormatter):
         super().__init__(plan, payload)
         self._echoes = echoes
         self._candidates, self._each = _count_candidates(payload), payload.n or 1
-        self._logprobs = create_logprob_formatters(plan) if payload.logprobs is not None else None
+        self._lists_logprobs = payload.logprobs is not None
 
     def begin(self) -> bytes:
         begun = zip(self.plan.choices, map(TextPart, self._echoes), strict=True)
@@ -131,7 +130,7 @@ class TextCompletionFormatter(CompletionFormatter):
 
     def _place_prompt(self, choice: ChoiceState) -> list[PlacedToken]:
         """Returns the tokens of an echoed prompt, if their log-probabilities are requested."""
-        if choice.sampling.prompt_logprobs is None or self._logprobs is None:
+        if choice.sampling.prompt_logprobs is None:
             return []
         rows = choice.result.prompt_logprobs
         if rows is None:
@@ -146,7 +145,7 @@ class TextCompletionFormatter(CompletionFormatter):
         finish: str | None = None,
         prompt: Sequence[PlacedToken] = (),
     ) -> CompletionChoice:
-        placed = self._logprobs[choice.index].format(chunks) if self._logprobs is not None else []
+        placed = self._logprobs[choice.index].format(chunks) if self._lists_logprobs else []
         return CompletionChoice(
             index=choice.index,
             text=part.text if isinstance(part, TextPart) else "",
@@ -160,7 +159,7 @@ class TextCompletionFormatter(CompletionFormatter):
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/completions", response_model=None, responses=response_docs(Completion, chunk_docs(Completion)))
+@router.post("/completions", response_model=None, responses=response_docs(Completion, Completion))
 async def complete(payload: CompletionRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Completes texts. Choices of several prompts follow one another."""
     if payload.echo and payload.logprobs is not None and payload.stream:

@@ -1,6 +1,6 @@
 """Routes with a JSON body: its limits, parsing, unknown fields, and the responses that /openapi.json describes.
 
-Unknown fields are ignored and counted, because APIs grow. A field is rejected if ignoring it would change the answer: a
+Unknown fields are ignored and logged, because APIs grow. A field is rejected if ignoring it would change the answer: a
 field of another path or server, or a misspelled one.
 """
 
@@ -11,7 +11,6 @@ import json
 import logging
 import re
 from codecs import BOM_UTF8
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -41,22 +40,27 @@ _REASONS = {  # in place of pydantic's sentences, by the type of error
     "dict_type": "Input should be an object",
 }
 _MIN_SIMILARITY = 0.9
-_MAX_COUNTED_NAMES = 200
+_MAX_LOGGED_NAMES = 200
 _MAX_NAME = 80
-_IGNORABLE_FIELDS = frozenset({"include", "stream_options", "timeout", "truncation"})
-"""Fields of some paths that other paths may ignore."""
+_IGNORED_FIELDS = frozenset(
+    {
+        "cache_control", "cache_prompt", "client_metadata", "container", "context_management", "fallbacks", "include",
+        "inference_geo", "max_tool_calls", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "speed", "store", "stream_options", "timeout", "truncation", "user",
+        "verbosity",
+    }
+)  # fmt: skip
+"""Fields of the APIs without effect on the answer, and of some paths that other paths may ignore."""
 
 _OTHER_SERVERS_FIELDS = frozenset(
     {
-        "add_special_tokens", "allowed_token_ids", "bad_words", "chat_template", "documents", "dry_multiplier",
-        "dynatemp_range", "extra_body", "format", "images", "include_stop_str_in_output", "input_extra", "json",
-        "length_penalty", "logits_processors", "lora", "lora_path", "mirostat", "n_keep", "n_predict", "n_probs",
-        "num_beams", "options", "prompt_embeds", "prompt_logprobs", "random_seed", "repeat_penalty", "samplers",
-        "skip_special_tokens", "stop_regex", "stop_token_ids", "tfs_z", "thinking_budget", "thinking_budget_tokens",
-        "top_a", "top_n_sigma", "truncate_prompt_tokens", "typ_p", "typical_p", "use_beam_search", "xtc_probability",
+        "add_special_tokens", "allowed_token_ids", "chat_template", "documents", "format", "images", "input_extra",
+        "json", "logits_processors", "lora", "lora_path", "n_predict", "num_beams", "options", "prompt_embeds",
+        "prompt_logprobs", "random_seed", "samplers", "stop_regex", "thinking_budget", "thinking_budget_tokens",
+        "truncate_prompt_tokens",
     }
 )  # fmt: skip
-"""Fields of vLLM, llama.cpp, SGLang, Mistral and others that change the text there, but not
+"""Fields of vLLM, llama.cpp, SGLang, Mistral and others that change the text there, whatever their value, but not
 those that only matter together with another one, such as mirostat_tau."""
 
 _NEUTRAL_VALUES = {
@@ -65,37 +69,26 @@ _NEUTRAL_VALUES = {
     "repeat_penalty": 1, "skip_special_tokens": True, "stop_token_ids": [], "tfs_z": 1, "top_a": 0, "top_n_sigma": -1,
     "typ_p": 1, "typical_p": 1, "use_beam_search": False, "xtc_probability": 0,
 }  # fmt: skip
-"""Values with which such a field, or one of another path, has no effect there."""
+"""Such fields, and some of other paths, with the value that has no effect there."""
 
 _REQUEST_SCHEMAS: set[type[ApiRequest]] = set()
 """The request schemas of all paths."""
 
 
 def response_docs(
-    whole: type[BaseModel], events: dict[str, Any] | None = None, anthropic: bool = False
+    whole: type[BaseModel], chunk: type[BaseModel] | None = None, streams: bool = False, anthropic: bool = False
 ) -> dict[Any, Any]:
-    """Describes a path's responses. `whole` is the full response, `events` the schema of a stream's events."""
-    content = {"text/event-stream": {"itemSchema": events}} if events is not None else {}
+    """Describes a path's responses. `whole` is the full response.
+
+    `chunk`: the schema of the events of a stream that ends with [DONE]. `streams`: it has events of several kinds.
+    """
+    content: dict[str, Any] = {"text/event-stream": {}} if streams else {}
+    if chunk is not None:
+        kinds = [{"$ref": SCHEMA_REF_PREFIX + kind.__name__} for kind in (chunk, OpenAIErrorBody)]
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+        item = {"type": "object", "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}}, "required": ["data"]}
+        content = {"text/event-stream": {"itemSchema": item}}
     return {200: {"model": whole, "content": content}, **error_docs(anthropic)}
-
-
-def chunk_docs(shape: type[BaseModel]) -> dict[str, Any]:
-    """Describes events that each contain a `shape` or an error, and the final [DONE]."""
-    kinds = [{"$ref": SCHEMA_REF_PREFIX + kind.__name__} for kind in (shape, OpenAIErrorBody)]
-    return _object(data={"anyOf": [_json({"anyOf": kinds}), {"const": "[DONE]"}]})
-
-
-def event_docs() -> dict[str, Any]:
-    """Describes events whose name equals the `type` in their data."""
-    return _object(data=_json(_object(type={"type": "string"})), event={"type": "string"})
-
-
-def _object(**fields: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": fields, "required": list(fields)}
-
-
-def _json(shape: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "string", "contentMediaType": "application/json", "contentSchema": shape}
 
 
 def error_docs(anthropic: bool = False) -> dict[Any, Any]:
@@ -158,7 +151,7 @@ class JsonRoute(APIRoute):
                 half = "; a text has half of a surrogate pair" if "hex escape" in str(error) else ""
                 raise Problem(f"the body is not JSON: {error}{half}") from None
             if payload.model_extra:
-                count_ignored(context.ignored, request.url.path, find_ignored_fields(payload))
+                log_ignored(context.ignored, request.url.path, find_ignored_fields(payload))
             context.check_model(payload.model)
             given = {"request": request, "context": context}
             answer: BaseModel | Response = await endpoint(payload, **{one.name: given[one.name] for one in others})
@@ -227,32 +220,34 @@ def find_ignored_fields(payload: ApiRequest) -> list[str]:
     Raises:
         Problem: one must not be ignored.
     """
-    given: dict[str, Any] = payload.model_extra or {}
-    names = [name[:_MAX_NAME] for name, value in given.items() if value not in (None, _NEUTRAL_VALUES.get(name))]
+    names = [
+        name[:_MAX_NAME]
+        for name, value in (payload.model_extra or {}).items()
+        if name not in _IGNORED_FIELDS and value not in (None, _NEUTRAL_VALUES.get(name))
+    ]
     for name in names:
         snake = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()  # topP is top_p: clients in JavaScript write both
         if near := get_close_matches(snake, _effective_fields(type(payload)), 1, _MIN_SIMILARITY):
             raise Problem(f"{name}: no such field is known here; did you mean {near[0]}?", name)
-        if snake in _OTHER_SERVERS_FIELDS or snake in _fields_of_all_paths():
+        if snake in _OTHER_SERVERS_FIELDS or snake in _NEUTRAL_VALUES or snake in _fields_of_all_paths():
             raise Problem(f"{name}: this path does not support it, and ignoring it would change the answer", name)
     return names
 
 
-def count_ignored(counts: Counter[str], path: str, names: list[str]) -> None:
-    """Counts the ignored fields of one request. A field's 1st, 10th, 100th, ... use is logged."""
+def log_ignored(logged: set[str], path: str, names: list[str]) -> None:
+    """Logs each name once, up to a number of names, which are then in `logged`."""
     for name in names:
-        kept = name if name in counts or len(counts) < _MAX_COUNTED_NAMES else "others"
-        counts[kept] += 1
-        if str(counts[kept]).strip("0") == "1":
-            log.warning("ignored the unknown field %r of a request to %s (%d so far)", kept, path, counts[kept])
+        if name not in logged and len(logged) < _MAX_LOGGED_NAMES:
+            logged.add(name)
+            log.warning("ignored the unknown field %r of a request to %s", name, path)
 
 
 @cache
 def _effective_fields(shape: type[ApiRequest]) -> tuple[str, ...]:
-    """Returns the fields of `shape` that affect the answer; ignored ones have type Any."""
+    """Returns the fields of `shape` that affect the answer; refused ones have type Any."""
     return tuple(name for name, field in shape.model_fields.items() if field.annotation is not Any)
 
 
 @cache
 def _fields_of_all_paths() -> frozenset[str]:
-    return frozenset(name for shape in _REQUEST_SCHEMAS for name in _effective_fields(shape)) - _IGNORABLE_FIELDS
+    return frozenset(name for shape in _REQUEST_SCHEMAS for name in _effective_fields(shape))

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from outrider.orchestrator.pairing.detokenizer import TextStream
 from outrider.protocol.sampling import MAX_COUNT
-from outrider.server import schemas
+from outrider.server import mapping, schemas
 from outrider.server.answers.choices import (
     AnswerPlan,
     ChoiceState,
@@ -23,21 +23,8 @@ from outrider.server.answers.choices import (
     ThinkingPart,
     plan_answer,
 )
-from outrider.server.answers.formatter import BlockFormatter, event, typed_event
-from outrider.server.answers.usage import build_statistics, count_reasoning_tokens
-from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
-from outrider.server.mapping import (
-    OutputFormat,
-    ToolSelection,
-    assistant_message,
-    join_text,
-    parse_arguments,
-    parse_output_format,
-    past_tool_call,
-    select_tools,
-    template_keywords,
-    tool_result,
-)
+from outrider.server.answers.formatter import BlockFormatter, build_statistics, event, typed_event
+from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
 from outrider.server.problems import Problem
@@ -124,10 +111,6 @@ class CountTokensRequest(schemas.ApiRequest):
         ),
     ] = None
     compaction: Annotated[Any, schemas.unsupported("conversations are not shortened; leave it out")] = None
-    cache_control: schemas.Ignored = None
-    context_management: schemas.Ignored = None
-    speed: schemas.Ignored = None
-    fallbacks: schemas.Ignored = None
 
 
 class MessagesRequest(CountTokensRequest, schemas.Generation):
@@ -135,8 +118,6 @@ class MessagesRequest(CountTokensRequest, schemas.Generation):
 
     max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)]
     stop_sequences: schemas.Stops | None = None
-    container: schemas.Ignored = None
-    inference_geo: schemas.Ignored = None
 
 
 class TextBlock(schemas.ApiResponse):
@@ -226,10 +207,10 @@ class MessageFormatter(BlockFormatter):
     def _format_block_delta(self, update: PartUpdate) -> bytes:
         return typed_event("content_block_delta", index=self._at, delta=_convert_delta(update.part))
 
-    def _format_block_end(self, status: str) -> bytes:
+    def _format_block_end(self, part: Part, status: str) -> bytes:
         """Ends the block; thinking ends with its signature."""
         signed = {"type": "signature_delta", "signature": _SIGNATURE}
-        signature = self._kind is ThinkingPart and typed_event("content_block_delta", index=self._at, delta=signed)
+        signature = isinstance(part, ThinkingPart) and typed_event("content_block_delta", index=self._at, delta=signed)
         return (signature or b"") + typed_event("content_block_stop", index=self._at)
 
     def _reason(self, choice: ChoiceState) -> dict[str, Any]:
@@ -242,7 +223,7 @@ class MessageFormatter(BlockFormatter):
         used = MessagesUsage(
             input_tokens=self.plan.prompt_tokens - held,
             output_tokens=len(choice.tokens),
-            output_tokens_details={"thinking_tokens": count_reasoning_tokens(self.plan).reasoning_tokens},
+            output_tokens_details={"thinking_tokens": self._count_reasoning_tokens()},
             cache_read_input_tokens=held,
         )
         return {"usage": used, **build_statistics([choice])}
@@ -266,7 +247,7 @@ def _to_block(part: Part, begun: bool = False) -> AnswerBlock:
         case ThinkingPart(text=text):
             return ThinkingBlock(thinking="" if begun else text, signature="" if begun else _SIGNATURE)
         case ToolCall(name=name, arguments=arguments, id=own):
-            given = {} if begun else parse_arguments(arguments)
+            given = {} if begun else mapping.parse_arguments(arguments)
             return ToolUseBlock(id=own or f"toolu_{secrets.token_hex(12)}", name=name, input=given)
 
 
@@ -279,11 +260,11 @@ def find_stop_sequence(model: ServedModel, choice: ChoiceState) -> str | None:
     return min(found)[1] if found else None
 
 
-def get_output_format(payload: CountTokensRequest) -> OutputFormat | None:
+def get_output_format(payload: CountTokensRequest) -> mapping.OutputFormat | None:
     """Returns the format of `output_config.format`, or of the older `output_format`. Raises Problem."""
     if payload.output_format is not None:
-        return parse_output_format(payload.output_format, "output_format")
-    return parse_output_format((payload.output_config or OutputConfig()).format, "output_config.format")
+        return mapping.parse_output_format(payload.output_format, "output_format")
+    return mapping.parse_output_format((payload.output_config or OutputConfig()).format, "output_config.format")
 
 
 def _select_tools(model: ServedModel, payload: CountTokensRequest) -> Toolbox:
@@ -302,18 +283,18 @@ def _select_tools(model: ServedModel, payload: CountTokensRequest) -> Toolbox:
     for tool in offered.values():
         if tool.type not in (None, "custom"):
             raise Problem(f"tools: {schemas.CLIENT_TOOLS.format(given=repr(tool.type[:40]))}", "tools")
-    return select_tools(model, list(offered.values()), _tool_choice(payload))
+    return mapping.select_tools(model, list(offered.values()), _tool_choice(payload))
 
 
-def _tool_choice(payload: CountTokensRequest) -> ToolSelection:
+def _tool_choice(payload: CountTokensRequest) -> mapping.ToolSelection:
     choice = payload.tool_choice
     if choice is None:
-        return ToolSelection()
+        return mapping.ToolSelection()
     if choice.type != "tool":
-        return ToolSelection(_TOOL_CHOICE_KINDS[choice.type], single=bool(choice.disable_parallel_tool_use))
+        return mapping.ToolSelection(_TOOL_CHOICE_KINDS[choice.type], single=bool(choice.disable_parallel_tool_use))
     if choice.name is None:
         raise Problem("tool_choice: type tool needs the tool's name", "tool_choice")
-    return ToolSelection("required", (choice.name,), single=True)
+    return mapping.ToolSelection("required", (choice.name,), single=True)
 
 
 def to_conversation(model: ServedModel, payload: CountTokensRequest) -> TemplateInput:
@@ -324,7 +305,7 @@ def to_conversation(model: ServedModel, payload: CountTokensRequest) -> Template
     given = payload.system
     if isinstance(given, list):
         given = [block for block in given if not (block.text or "").startswith(_BILLING_LABEL)]
-    if system := join_text(given, "system"):
+    if system := mapping.join_text(given, "system"):
         messages.append({"role": "system", "content": system})
     last_user = max((place for place, turn in enumerate(payload.messages) if turn.role == "user"), default=0)
     for place, turn in enumerate(payload.messages):
@@ -334,7 +315,7 @@ def to_conversation(model: ServedModel, payload: CountTokensRequest) -> Template
             add_turn(messages, message)
     configs = [payload.output_config, *(turn.output_config for turn in payload.messages)]
     efforts = [config.effort for config in configs if config is not None and config.effort is not None]
-    keywords = template_keywords(
+    keywords = mapping.template_keywords(
         payload.chat_template_kwargs,
         enable_thinking=payload.thinking.type != "disabled" if payload.thinking is not None else None,
         reasoning_effort=efforts[-1] if efforts else None,
@@ -354,11 +335,11 @@ def _convert_turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
     thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
     rest = [block for block in blocks if block.type not in _BLOCKS_WITHOUT_TEXT]
     for block in results:
-        yield tool_result(join_text(block.content, where), block.tool_use_id or "", None)
-    text = join_text(rest, where)
+        yield mapping.tool_result(mapping.join_text(block.content, where), block.tool_use_id or "", None)
+    text = mapping.join_text(rest, where)
     if turn.role == "assistant":
-        made = [past_tool_call(block.name or "", block.input or {}, block.id) for block in calls]
-        yield assistant_message(text, made, "".join(thoughts))
+        made = [mapping.past_tool_call(block.name or "", block.input or {}, block.id) for block in calls]
+        yield mapping.assistant_message(text, made, "".join(thoughts))
     elif text or (turn.role == "user" and (rest or not blocks)):
         yield {"role": turn.role, "content": text}
 
@@ -366,7 +347,7 @@ def _convert_turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/messages", response_model=None, responses=response_docs(MessageAnswer, event_docs(), anthropic=True))
+@router.post("/messages", response_model=None, responses=response_docs(MessageAnswer, streams=True, anthropic=True))
 async def answer(payload: MessagesRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Generates an answer to a conversation."""
     source, form = to_conversation(context.model, payload), get_output_format(payload)

@@ -6,8 +6,7 @@ host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from html import escape
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,8 @@ class _Files(StaticFiles):
         return response
 
 
-files = _Files(directory=Path(__file__).parents[1] / "page")
+_FOLDER = Path(__file__).parents[1]
+files = _Files(directory=_FOLDER / "page")
 router = APIRouter()
 
 
@@ -47,29 +47,13 @@ async def page(request: Request) -> Response:
 
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> Response:
-    body = "".join(_reference(request.app.openapi()))
-    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Outrider: paths and fields</title>'
-    return Response(f"{head}{body}</html>", headers=HEADERS, media_type="text/html; charset=utf-8")
+    """Shows each path and method, and the fields of its body."""
+    from jinja2 import ChainableUndefined, Environment  # deferred: few requests need it
 
-
-def _reference(described: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a heading for each path and method, and a table of the body's fields."""
-    yield f"<h1>{escape(described['info']['title'])} {escape(described['info']['version'])}</h1>"
-    yield '<p>The same for programs: <a href="openapi.json">/openapi.json</a></p>'
-    shapes = described["components"]["schemas"]
-    for path, methods in described["paths"].items():
-        for method, operation in methods.items():
-            yield f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>"
-            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-            shape = shapes.get(str(body.get("$ref", "")).rpartition("/")[2])
-            if shape is not None:
-                yield "<table><tr><th>field</th><th>type</th><th></th></tr>"
-                needed = shape.get("required", ())
-                for name, field in shape["properties"].items():
-                    note = f"{'required; ' if name in needed else ''}{field.get('description', '')}".removesuffix("; ")
-                    yield f"<tr><td><code>{escape(name)}</code></td><td>{escape(_type(field))}</td>"
-                    yield f"<td>{escape(note)}</td></tr>"
-                yield "</table>"
+    environment = Environment(autoescape=True, undefined=ChainableUndefined)
+    template = environment.from_string((_FOLDER / "docs.html").read_text(encoding="utf-8"))
+    body = template.render(request.app.openapi(), type_of=_type)
+    return Response(body, headers=HEADERS, media_type="text/html; charset=utf-8")
 
 
 def _type(field: Mapping[str, Any]) -> str:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from outrider.orchestrator.client.dialogue import Chunk
 from outrider.orchestrator.pairing.chat_template import Message
 from outrider.protocol.sampling import MAX_LOGPROBS
-from outrider.server import schemas
+from outrider.server import mapping, schemas
 from outrider.server.answers.choices import (
     AnswerPlan,
     ChoiceState,
@@ -28,25 +27,8 @@ from outrider.server.answers.choices import (
     ThinkingPart,
     plan_answer,
 )
-from outrider.server.answers.formatter import BlockFormatter, typed_event
-from outrider.server.answers.usage import (
-    PlacedToken,
-    build_statistics,
-    count_reasoning_tokens,
-    create_logprob_formatters,
-    describe_schema_violations,
-)
-from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
-from outrider.server.mapping import (
-    ToolSelection,
-    assistant_message,
-    join_text,
-    parse_output_format,
-    past_tool_call,
-    select_tools,
-    template_keywords,
-    tool_result,
-)
+from outrider.server.answers.formatter import BlockFormatter, PlacedToken, build_statistics, typed_event
+from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
 from outrider.server.problems import Problem
@@ -55,7 +37,6 @@ from outrider.server.server_context import ContextDependency
 _INCLUDE_LOGPROBS, _INCLUDE_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 _READABLE = "readable:"
 """Begins `encrypted_content`, before the reasoning. Content without it is another server's, and is left out."""
-_TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
 class Item(schemas.LooseSchema):
@@ -110,6 +91,7 @@ class ResponsesRequest(schemas.OpenAIGeneration):
     text: schemas.JsonObject | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: schemas.JsonObject | None = None
+    metadata: Any = Field(None, description="an object that the response repeats")
     include: Annotated[list[str], schemas.bounded(schemas.MAX_TOOLS)] | None = Field(
         None, description=f"{_INCLUDE_LOGPROBS}, {_INCLUDE_REASONING}; other values are ignored"
     )
@@ -123,9 +105,6 @@ class ResponsesRequest(schemas.OpenAIGeneration):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="inputs are never truncated; one that is too long is refused, also with auto"
     )
-    max_tool_calls: schemas.Ignored = None  # counts calls of OpenAI's own tools
-    stream_options: schemas.Ignored = None
-    client_metadata: schemas.Ignored = None
 
 
 class InputTokens(schemas.ApiResponse):
@@ -146,10 +125,6 @@ class OutputMessage(schemas.ApiResponse):
     role: Literal["assistant"] = "assistant"
     status: str
     content: list[OutputText]
-
-    @property
-    def part(self) -> OutputText:
-        return self.content[0]
 
 
 class OutputCall(schemas.ApiResponse):
@@ -174,25 +149,17 @@ class OutputReasoning(schemas.ApiResponse):
     encrypted_content: str | None = schemas.omit_if_none()
     status: str
 
-    @property
-    def part(self) -> ReasoningText:
-        return (self.summary or self.content)[0]
-
 
 Output = OutputMessage | OutputCall | OutputReasoning
 
 
-class InputTokensDetails(schemas.CachedTokens):
-    """`cache_write_tokens`: tokens that were added to the prompt cache."""
-
-    cache_write_tokens: int = 0
-
-
 class ResponsesUsage(schemas.ApiResponse):
+    """Token counts. `cache_write_tokens` were added to the prompt cache."""
+
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: dict[Literal["cached_tokens", "cache_write_tokens"], int]
     output_tokens: int
-    output_tokens_details: schemas.ReasoningTokens
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
     total_tokens: int
 
 
@@ -225,7 +192,7 @@ class ResponseObject(schemas.ApiResponse):
 class ResponseFormatter(BlockFormatter):
     """Formats a response, and its stream of numbered events. `payload` has the fields that the response repeats.
 
-    The output's items are messages, reasoning and calls. The last one is `in_progress` while it grows.
+    The output's items are messages, reasoning and calls. Each is in `_items` once it is complete.
     """
 
     def __init__(self, plan: AnswerPlan, payload: ResponsesRequest) -> None:
@@ -233,13 +200,14 @@ class ResponseFormatter(BlockFormatter):
         # Coding agents also offer tools that run at OpenAI.
         others = sorted({tool.type[:40] for tool in payload.tools or () if tool.type != "function"})
         self._notes = [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
-        formatters = create_logprob_formatters(plan)
-        self._logprobs = formatters[0] if formatters is not None else None
+        self._lists_logprobs = plan.choices[0].sampling.logprobs is not None
         self._seals = _INCLUDE_REASONING in (payload.include or ())
         self._summarizes = payload.reasoning is not None and payload.reasoning.summary is not None
         self._placed: deque[PlacedToken] = deque()
         self._number = -1
         self._items: list[Output] = []
+        self._name = self._id = ""
+        self._rows: list[schemas.ChatTokenLogprob] = []
         choice, sampling = payload.tool_choice, plan.choices[0].sampling
         self._common: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
@@ -257,12 +225,11 @@ class ResponseFormatter(BlockFormatter):
 
     def format_response(self) -> ResponseObject:
         (choice,) = self.plan.choices
-        self._add_logprobs(choice.chunks)
+        self._placed += self._logprobs[0].format(choice.chunks)
         for part in (parts := choice.parts):
-            self._items.append(self._new_item(part))
-            self._extend_item(part)
-            may_be_cut = part is parts[-1] and not isinstance(part, ToolCall)  # a call that was cut off is left out
-            self._items[-1].status = _status(choice) if may_be_cut else "completed"
+            self._name = secrets.token_hex(12)
+            self._rows = self._logprobs_of(part) if isinstance(part, TextPart) else []
+            self._end_item(part, _status(choice) if part is parts[-1] else "completed")
         return self._build_final_response(choice)
 
     def begin(self) -> bytes:
@@ -277,7 +244,6 @@ class ResponseFormatter(BlockFormatter):
 
     def format_error(self, problem: Problem) -> bytes:
         """Writes response.failed."""
-        self._items = [item for item in self._items if item.status != "in_progress"]
         error = {"code": problem.code if problem.status == 429 else "server_error", "message": problem.message}
         return self._event("response.failed", response=self._build_response(status="failed", error=error))
 
@@ -288,57 +254,38 @@ class ResponseFormatter(BlockFormatter):
         plan, times, made = self.plan, choice.result.timings, len(choice.tokens)
         usage = ResponsesUsage(
             input_tokens=plan.prompt_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=times.cache_n, cache_write_tokens=times.prompt_n),
+            input_tokens_details={"cached_tokens": times.cache_n, "cache_write_tokens": times.prompt_n},
             output_tokens=made,
-            output_tokens_details=count_reasoning_tokens(plan),
+            output_tokens_details={"reasoning_tokens": self._count_reasoning_tokens()},
             total_tokens=plan.prompt_tokens + made,
         )
         return self._build_response(
             status=_status(choice),
             incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
             usage=usage,
-            **build_statistics([choice], [*self._notes, *describe_schema_violations(plan, [choice])]),
+            **build_statistics([choice], [*self._notes, *plan.notes]),
         )
 
-    def _new_item(self, part: Part) -> Output:
-        """Returns a new item for a part, without its content."""
-        name, state = secrets.token_hex(12), "in_progress"
+    def _build_item(self, part: Part, status: str) -> Output:
+        """Returns the current item, with a part as its content."""
         match part:
-            case TextPart():
-                content = OutputText(text="", logprobs=[] if self._logprobs is not None else None)
-                return OutputMessage(id=f"msg_{name}", status=state, content=[content])
-            case ThinkingPart():
-                text = ReasoningText(type="summary_text" if self._summarizes else "reasoning_text", text="")
-                sealed = _READABLE if self._seals else None
-                item = OutputReasoning(id=f"rs_{name}", status=state, encrypted_content=sealed)
-                return item.model_copy(update={_event_names(text)[0]: [text]})
-            case ToolCall():
-                call_id = part.id or f"call_{secrets.token_hex(12)}"
-                return OutputCall(id=f"fc_{name}", call_id=call_id, name=part.name, arguments="", status=state)
+            case TextPart(text=text):
+                content = OutputText(text=text, logprobs=self._rows if self._lists_logprobs else None)
+                return OutputMessage(id=f"msg_{self._name}", status=status, content=[content])
+            case ThinkingPart(text=text):
+                sealed = _READABLE + text if self._seals else None
+                written = ReasoningText(type="summary_text" if self._summarizes else "reasoning_text", text=text)
+                item = OutputReasoning(id=f"rs_{self._name}", status=status, encrypted_content=sealed)
+                return item.model_copy(update={self._event_names(part)[0]: [written]})
+            case ToolCall(name=name, arguments=arguments, id=own):
+                call_id = own or f"call_{self._name}"
+                return OutputCall(id=f"fc_{self._name}", call_id=call_id, name=name, arguments=arguments, status=status)
 
-    def _add_logprobs(self, chunks: Sequence[Chunk]) -> None:
-        if self._logprobs is not None:
-            self._placed += self._logprobs.format(chunks)
-
-    def _extend_item(self, part: Part) -> tuple[str, dict[str, Any]]:
-        """Adds a part to the last item, which is of its kind. Returns the kind and the fields of the event for it."""
-        match self._items[-1], part:
-            case OutputMessage(content=[content]), TextPart(text=text):
-                content.text += text
-                rows = self._logprobs_of(part)
-                if content.logprobs is not None:
-                    content.logprobs += rows
-                return "output_text.delta", {"content_index": 0, "delta": text, "logprobs": rows}
-            case OutputReasoning() as item, ThinkingPart(text=text):
-                item.part.text += text
-                if item.encrypted_content is not None:
-                    item.encrypted_content += text
-                field, _, kind = _event_names(item.part)
-                return f"{kind}.delta", {f"{field}_index": 0, "delta": text}
-            case OutputCall() as call, ToolCall(arguments=arguments):
-                call.arguments = arguments
-                return "function_call_arguments.delta", {"delta": arguments}
-        raise TypeError(f"{type(part).__name__} does not belong to the last item")
+    def _end_item(self, part: Part, status: str) -> Output:
+        """Adds the current item to the output. A call is complete: one that was cut off is left out."""
+        item = self._build_item(part, "completed" if isinstance(part, ToolCall) else status)
+        self._items.append(item)
+        return item
 
     def _logprobs_of(self, words: TextPart) -> list[schemas.ChatTokenLogprob]:
         """Returns the tokens that end in `words` or, completing no character, begin it. Earlier ones are dropped."""
@@ -349,45 +296,51 @@ class ResponseFormatter(BlockFormatter):
         return found
 
     def _format_block_start(self, part: Part) -> bytes:
-        self._items.append(item := self._new_item(part))
+        self._name, self._rows = secrets.token_hex(12), []
         added = "response.output_item.added"
-        if isinstance(item, OutputCall):
+        empty = replace(part, arguments="") if isinstance(part, ToolCall) else replace(part, text="")
+        self._id = (item := self._build_item(empty, "in_progress")).id
+        if isinstance(part, ToolCall):
             return self._event(added, output_index=self._at, item=item)
-        field, kind, _ = _event_names(item.part)
+        field, kind, _ = self._event_names(part)
         before = self._event(added, output_index=self._at, item={**item.model_dump(), field: []})
-        return before + self._item_event(f"{kind}.added", part=item.part, **{f"{field}_index": 0})
+        return before + self._item_event(f"{kind}.added", part=getattr(item, field)[0], **{f"{field}_index": 0})
 
     def _format_block_delta(self, update: PartUpdate) -> bytes:
-        self._add_logprobs(update.chunks)
-        kind, fields = self._extend_item(update.part)
-        return self._item_event(kind, **fields)
+        self._placed += self._logprobs[0].format(update.chunks)
+        part, more = update.part, {}
+        if isinstance(part, ToolCall):
+            return self._item_event("function_call_arguments.delta", delta=part.arguments)
+        if isinstance(part, TextPart):
+            self._rows += (rows := self._logprobs_of(part))
+            more["logprobs"] = rows
+        field, _, kind = self._event_names(part)
+        return self._item_event(f"{kind}.delta", delta=part.text, **{f"{field}_index": 0}, **more)
 
-    def _format_block_end(self, status: str) -> bytes:
-        item = self._items[-1]
-        item.status = "completed" if isinstance(item, OutputCall) else status
-        if isinstance(item, OutputCall):
-            done = self._item_event("function_call_arguments.done", name=item.name, arguments=item.arguments)
+    def _format_block_end(self, part: Part, status: str) -> bytes:
+        item = self._end_item(part, status)
+        if isinstance(part, ToolCall):
+            done = self._item_event("function_call_arguments.done", name=part.name, arguments=part.arguments)
         else:
-            content, (field, part_kind, text_kind) = item.part, _event_names(item.part)
-            more = {"logprobs": content.logprobs or []} if isinstance(content, OutputText) else {}
-            done = self._item_event(f"{text_kind}.done", text=content.text, **{f"{field}_index": 0}, **more)
-            done += self._item_event(f"{part_kind}.done", part=content, **{f"{field}_index": 0})
+            field, part_kind, text_kind = self._event_names(part)
+            more = {"logprobs": self._rows} if isinstance(part, TextPart) else {}
+            done = self._item_event(f"{text_kind}.done", text=part.text, **{f"{field}_index": 0}, **more)
+            done += self._item_event(f"{part_kind}.done", part=getattr(item, field)[0], **{f"{field}_index": 0})
         return done + self._event("response.output_item.done", output_index=self._at, item=item)
+
+    def _event_names(self, part: TextPart | ThinkingPart) -> tuple[str, str, str]:
+        """Returns the field of an item that has this part's text, and the names of its events as a part and a text."""
+        if isinstance(part, ThinkingPart) and self._summarizes:
+            return "summary", "reasoning_summary_part", "reasoning_summary_text"
+        return "content", "content_part", "output_text" if isinstance(part, TextPart) else "reasoning_text"
 
     def _item_event(self, kind: str, /, **fields: Any) -> bytes:
         """Returns an event of the current item."""
-        return self._event(f"response.{kind}", item_id=self._items[-1].id, output_index=self._at, **fields)
+        return self._event(f"response.{kind}", item_id=self._id, output_index=self._at, **fields)
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         self._number += 1
         return typed_event(kind, sequence_number=self._number, **fields)
-
-
-def _event_names(text: OutputText | ReasoningText) -> tuple[str, str, str]:
-    """Returns the field of an item that has this text, and the names of its events as a part and as a text."""
-    if text.type == "summary_text":
-        return "summary", "reasoning_summary_part", "reasoning_summary_text"
-    return "content", "content_part", text.type
 
 
 def _status(choice: ChoiceState) -> str:
@@ -407,18 +360,18 @@ def _select_tools(model: ServedModel, payload: ResponsesRequest) -> Toolbox:
         if not tool.name:
             raise Problem(f"tools.{place}: the function has no name; expected it next to its type", f"tools.{place}")
         functions.append(schemas.Function(**tool.model_dump(exclude={"type"})))
-    return select_tools(model, functions, _tool_choice(payload))
+    return mapping.select_tools(model, functions, _tool_choice(payload))
 
 
-def _tool_choice(payload: ResponsesRequest) -> ToolSelection:
+def _tool_choice(payload: ResponsesRequest) -> mapping.ToolSelection:
     single = payload.parallel_tool_calls is False
     match payload.tool_choice:
         case None | str() as kind:
-            return ToolSelection(kind or "auto", single=single)
+            return mapping.ToolSelection(kind or "auto", single=single)
         case FunctionChoice(name=name):
-            return ToolSelection("required", (name,), single=True)
+            return mapping.ToolSelection("required", (name,), single=True)
         case AllowedFunctionsChoice(mode=mode, tools=allowed):
-            return ToolSelection(mode, tuple(tool.name for tool in allowed), single)
+            return mapping.ToolSelection(mode, tuple(tool.name for tool in allowed), single)
 
 
 def to_conversation(model: ServedModel, payload: ResponsesRequest) -> TemplateInput:
@@ -433,7 +386,8 @@ def to_conversation(model: ServedModel, payload: ResponsesRequest) -> TemplateIn
     else:
         messages += _convert_items(payload.input)
     effort = payload.reasoning.effort if payload.reasoning is not None else None
-    return TemplateInput(messages, box, template_keywords(payload.chat_template_kwargs, reasoning_effort=effort))
+    keywords = mapping.template_keywords(payload.chat_template_kwargs, reasoning_effort=effort)
+    return TemplateInput(messages, box, keywords)
 
 
 def _convert_items(items: list[Item]) -> list[Message]:
@@ -444,16 +398,17 @@ def _convert_items(items: list[Item]) -> list[Message]:
         where = f"input.{place}"
         match item.type:
             case "message" if item.role is not None:
-                text = join_text(item.content, f"{where}.content", _TEXT_TYPES)
+                text = mapping.join_text(item.content, f"{where}.content")
                 turn = {"role": "system" if item.role == "developer" else item.role, "content": text}
             case "function_call":
-                turn = assistant_message("", [past_tool_call(item.name or "", item.arguments or "{}", item.call_id)])
+                call = mapping.past_tool_call(item.name or "", item.arguments or "{}", item.call_id)
+                turn = mapping.assistant_message("", [call])
             case "function_call_output":
-                turn = tool_result(join_text(item.output, f"{where}.output", _TEXT_TYPES), item.call_id or "", None)
+                turn = mapping.tool_result(mapping.join_text(item.output, f"{where}.output"), item.call_id or "", None)
             case "reasoning":
-                thought = join_text(item.content, f"{where}.content", _TEXT_TYPES)
+                thought = mapping.join_text(item.content, f"{where}.content")
                 thought = thought or (item.encrypted_content or "").partition(_READABLE)[2]
-                turn = assistant_message("", [], thought or join_text(item.summary, f"{where}.summary", _TEXT_TYPES))
+                turn = mapping.assistant_message("", [], thought or mapping.join_text(item.summary, f"{where}.summary"))
             case "item_reference":
                 raise Problem(f"{where}: items are not stored; set the client's store to false to send them", where)
             case "message":
@@ -470,11 +425,11 @@ def _convert_items(items: list[Item]) -> list[Message]:
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/responses", response_model=None, responses=response_docs(ResponseObject, event_docs()))
+@router.post("/responses", response_model=None, responses=response_docs(ResponseObject, streams=True))
 async def respond(payload: ResponsesRequest, request: Request, context: ContextDependency) -> BaseModel | Response:
     """Generates a response to an input."""
     source, most = to_conversation(context.model, payload), payload.max_output_tokens
-    form = parse_output_format((payload.text or {}).get("format"), "text.format", may_be_loose=True)
+    form = mapping.parse_output_format((payload.text or {}).get("format"), "text.format", may_be_loose=True)
     plan = await asyncio.to_thread(
         plan_answer, context.model, payload, source, form, payload.stop, most, logprobs(payload)
     )

@@ -99,14 +99,6 @@ class DetokenizeResponse(ApiResponse):
     prompt: str
 
 
-class Health(ApiResponse):
-    status: Literal["ok"] = "ok"
-
-
-class Version(ApiResponse):
-    version: str
-
-
 class Ready(ApiResponse):
     """Whether requests are admitted; `workers` has each worker's state by name."""
 
@@ -118,15 +110,15 @@ router = APIRouter()
 
 
 @router.get("/health", responses=error_docs())
-async def health() -> Health:
+async def health() -> dict[Literal["status"], str]:
     """Reports that the HTTP process is alive."""
-    return Health()
+    return {"status": "ok"}
 
 
 @router.get("/version", responses=error_docs())
-async def version() -> Version:
+async def version() -> dict[Literal["version"], str]:
     """Returns Outrider's version."""
-    return Version(version=__version__)
+    return {"version": __version__}
 
 
 @router.get("/ready", responses={**error_docs(), 503: {"model": Ready}})

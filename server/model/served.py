@@ -26,17 +26,7 @@ from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec, read_default_sampling
 from outrider.protocol.digest import read_json
 from outrider.protocol.errors import InvalidRequest, ModelError, PromptTooLong
-from outrider.server.model.tool_format import (
-    FALLBACK_FORMAT,
-    SpanTags,
-    ToolFormat,
-    calls_in_text,
-    find_thinking_tags,
-    join_turns,
-    tool_format,
-    tools_as_text,
-    with_short_ids,
-)
+from outrider.server.model import tool_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +92,8 @@ class ServedModel:
     vocabulary: Vocabulary
     template: str | None
     tool_template: str | None
-    thinking: SpanTags | None
-    tools: ToolFormat | None
+    thinking: tool_format.SpanTags | None
+    tools: tool_format.ToolFormat | None
     defaults: Mapping[str, float]
     longest_token: int
     loaded_at: int
@@ -158,22 +148,22 @@ class ServedModel:
         return TokenizedPrompt(self.encode(text, special=False), thinking_mode)
 
     def _render(self, source: TemplateInput) -> str:
-        """Applies the template. If it refuses the messages, their other forms follow (`join_turns`)."""
+        """Applies the template. If it refuses the messages, their other forms follow (`tool_format.join_turns`)."""
         messages = source.messages
         if self.tools_as_text:
-            messages, source = tools_as_text(messages, source.box.tools), replace(source, box=Toolbox())
-        for form in (list, join_turns, lambda of: join_turns(of, to_results=True)):
+            messages, source = tool_format.tools_as_text(messages, source.box.tools), replace(source, box=Toolbox())
+        for form in (list, tool_format.join_turns, lambda of: tool_format.join_turns(of, to_results=True)):
             with suppress(ModelError):
                 return self._apply_template(replace(source, messages=form(messages)))
-        return self._apply_template(replace(source, messages=join_turns(messages, keep_first=False)))
+        return self._apply_template(replace(source, messages=tool_format.join_turns(messages, keep_first=False)))
 
     def _apply_template(self, source: TemplateInput) -> str:
         template = (self.tool_template if source.box.tools else self.template) or ""
         messages, tools = source.messages, self.tools
         if tools is not None and tools.name == "mistral":
-            messages = with_short_ids(messages)
+            messages = tool_format.with_short_ids(messages)
         elif tools is not None and tools.name == "pythonic" and "tool_calls" not in template:
-            messages = calls_in_text(messages, tools.tags)
+            messages = tool_format.calls_in_text(messages, tools.tags)
         return render_template(
             template,
             messages,
@@ -224,7 +214,7 @@ def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fall
     tool_template = chat_template(folder, TOOL_TEMPLATE) or template
     vocabulary = codec.tokenizer.get_vocab(with_added_tokens=True)
     named = read_json(folder / "tokenizer_config.json").get("tool_parser_type")
-    tools = tool_format(tool_template, vocabulary, named) if template is not None else None
+    tools = tool_format.find_tool_format(tool_template, vocabulary, named) if template is not None else None
     worded = template is not None and tools is None and tool_fallback
     return ServedModel(
         names=names or ((path.resolve().name, name.rstrip("/")) if path.exists() else (name,)),
@@ -232,8 +222,8 @@ def load_served_model(name: str, folder: Path, names: tuple[str, ...], tool_fall
         vocabulary=get_vocabulary(codec.tokenizer),
         template=template,
         tool_template=tool_template,
-        thinking=find_thinking_tags(vocabulary) if template is not None else None,
-        tools=tool_format(None, vocabulary, FALLBACK_FORMAT) if worded else tools,
+        thinking=tool_format.find_thinking_tags(vocabulary) if template is not None else None,
+        tools=tool_format.find_tool_format(None, vocabulary, tool_format.FALLBACK_FORMAT) if worded else tools,
         defaults=read_default_sampling(folder),
         longest_token=max(map(len, vocabulary)),
         loaded_at=int(time.time()),

@@ -26,20 +26,22 @@ from outrider.server.model.call_grammar import CallStyle, get_style
 _KIMI_K3_TOKENS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 PACKAGE = "_outrider_tool_parsers"
 
-# For each parser: alternative sets of substrings, of which a template contains one in full; in mlx-lm's order.
-_TEMPLATE_MARKERS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
-    ("minimax_m2", (("<minimax:tool_call>",),)),
-    ("gemma4", (("<|tool_call>", "<tool_call|>"),)),
-    ("function_gemma", (("<start_function_call>",),)),
-    ("longcat", (("<longcat_tool_call>",),)),
-    ("glm47", (("<arg_key>",),)),
-    ("pythonic", (("<|tool_list_start|>",), ("<|tool_call_start|>",))),
-    ("qwen3_coder", (("<tool_call>\\n<function=",), ("<tool_call>\n<function=",))),
-    ("kimi_k2", (("<|tool_calls_section_begin|>",),)),
-    ("minicpm5", (('<function name="', '<param name="'),)),
-    ("mistral", (("[TOOL_CALLS]",),)),
-    ("muse_spark", (("<atem:function_calls>",),)),
-    ("json_tools", (("<tool_call>", "tool_call.name"),)),
+# Parsers, in mlx-lm's order, and substrings, all of which a template of theirs contains.
+_TEMPLATE_MARKERS = (
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("gemma4", ("<|tool_call>", "<tool_call|>")),
+    ("function_gemma", ("<start_function_call>",)),
+    ("longcat", ("<longcat_tool_call>",)),
+    ("glm47", ("<arg_key>",)),
+    ("pythonic", ("<|tool_list_start|>",)),
+    ("pythonic", ("<|tool_call_start|>",)),
+    ("qwen3_coder", ("<tool_call>\\n<function=",)),
+    ("qwen3_coder", ("<tool_call>\n<function=",)),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("minicpm5", ('<function name="', '<param name="')),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("muse_spark", ("<atem:function_calls>",)),
+    ("json_tools", ("<tool_call>", "tool_call.name")),
 )
 
 # Of Mistral Small 3.2: an id, which mlx-lm reads as the name; the marks have no names in copies with 3.1's tokenizer.
@@ -142,7 +144,7 @@ class ToolFormat:
             raise InvalidToolCall(str(error)) from None
 
 
-def tool_format(template: str | None, vocabulary: Collection[str], named: str | None) -> ToolFormat | None:
+def find_tool_format(template: str | None, vocabulary: Collection[str], named: str | None) -> ToolFormat | None:
     """Returns the format named in the tokenizer's settings, or inferred from template and vocabulary; None if there is
     none.
 
@@ -162,10 +164,9 @@ def tool_format(template: str | None, vocabulary: Collection[str], named: str | 
 
 def infer_parser(template: str | None, vocabulary: Collection[str]) -> str | None:
     """Returns the parser's name by mlx-lm's rules, in the same order."""
-    if template is not None:
-        for name, alternatives in _TEMPLATE_MARKERS:
-            if any(all(mark in template for mark in marks) for marks in alternatives):
-                return name
+    for name, marks in _TEMPLATE_MARKERS:
+        if template is not None and all(mark in template for mark in marks):
+            return name
     if all(token in vocabulary for token in _KIMI_K3_TOKENS):
         return "kimi_k3"
     if "<|tool_call_start|>" in vocabulary and "<|tool_call_end|>" in vocabulary:
@@ -191,11 +192,8 @@ def _import_parsers() -> str:
     """
     package = find_spec("mlx_lm")
     places = package.submodule_search_locations or () if package is not None else ()
-    folders = [str(folder) for place in places if (folder := Path(place) / "tool_parsers").is_dir()]
-    if not folders:
-        raise ModelError("mlx-lm has no tool parsers; expected mlx-lm 0.32 to be installed")
     module = sys.modules[PACKAGE] = ModuleType(PACKAGE)
-    module.__path__ = folders
+    module.__path__ = [str(Path(place) / "tool_parsers") for place in places]
     return PACKAGE
 
 

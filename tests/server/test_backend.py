@@ -15,7 +15,7 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.protocol.errors import EndpointError, ServerBusy
 from outrider.protocol.messages import Stats, Timings, WorkerStats
-from outrider.server.answers import run
+from outrider.server import server_context
 from outrider.server.app import build_app
 from outrider.server.model.served import load_served_model
 
@@ -74,7 +74,7 @@ class SilentClient(UnreachableClient):
 
 
 def test_client_that_leaves_before_the_first_result_cancels_its_stream_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "FIRST_RESULT_SECONDS", 3600.0)
+    monkeypatch.setattr(server_context, "FIRST_RESULT_SECONDS", 3600.0)
     behind, sent = SilentClient(), list[Message]()
     app = build_app(load_served_model("m", TINY_TARGET, ("m",)), behind, HttpSettings())
     bodies: list[Message] = [{"type": "http.request", "body": b'{"prompt": "a", "stream": true}'}]

@@ -18,10 +18,10 @@ from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.__main__ import uvicorn_config
 from outrider.server.answers.choices import ChoiceState, PartUpdate, Splitter, StreamItem, TextPart
-from outrider.server.answers.run import EventStream, RequestRun
 from outrider.server.connection import _CYCLE_EXTENSION, chunk_writer
 from outrider.server.model.served import TokenizedPrompt
 from outrider.server.problems import Problem
+from outrider.server.server_context import EventStream, RequestRun
 
 BEGIN = b"data: begun\n\n"
 PIECES = [b"data: one\n\n", b"data: " + b"x" * 300 + b"\n\n"]

@@ -22,7 +22,7 @@ from outrider.protocol.sampling import Grammar
 from outrider.server.answers.choices import Splitter, TextPart, ThinkingPart
 from outrider.server.mapping import OutputFormat, build_answer_grammar, to_openai_tool
 from outrider.server.model.served import ThinkingMode, TokenizedPrompt, Toolbox
-from outrider.server.model.tool_format import SpanTags, ToolCall, find_thinking_tags, tool_format
+from outrider.server.model.tool_format import SpanTags, ToolCall, find_thinking_tags, find_tool_format
 from outrider.server.problems import Problem
 from outrider.server.schemas import Function
 
@@ -102,7 +102,7 @@ class Model:
         template = "[ARGS]" if name == "mistral headed" else ""
         self.served: Any = SimpleNamespace(
             vocabulary=get_vocabulary(self.tokenizer),
-            tools=tool_format(template, (), name.split()[0]),
+            tools=find_tool_format(template, (), name.split()[0]),
             thinking=THINK,
             codec=SimpleNamespace(eos={self.tokenizer.token_to_id(END)}),
         )

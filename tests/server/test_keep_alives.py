@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +15,15 @@ from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
 from outrider.protocol.sampling import SamplingParams
-from outrider.server.answers import run as request_run
+from outrider.server import server_context
 from outrider.server.answers.choices import ChoiceState, KeepAlive, Splitter, StreamItem
 from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
-from outrider.server.answers.run import RequestRun
 from outrider.server.endpoints import chat, completions, messages
+from outrider.server.metrics import Metrics
 from outrider.server.model.served import TokenizedPrompt, Toolbox
-from outrider.server.model.tool_format import tool_format
+from outrider.server.model.tool_format import find_tool_format
 from outrider.server.problems import to_problem
+from outrider.server.server_context import RequestRun
 
 
 class SilentRun(RequestRun):
@@ -65,7 +67,7 @@ def written_output(events: AnswerFormatter) -> list[bytes]:
 
 @pytest.fixture(autouse=True)
 def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_run, "KEEP_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(server_context, "KEEP_ALIVE_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -89,13 +91,15 @@ class UnfinishedCallStream:
 
 def test_stream_whose_text_is_held_back_sends_keep_alives() -> None:
     client = SimpleNamespace(stream=lambda *_prompt, **_options: UnfinishedCallStream())
-    timer = SimpleNamespace(record_tokens=lambda _tokens: None, finish=lambda _result, _error: None)
+    backend, settings = SimpleNamespace(client=lambda _request: client), SimpleNamespace(request_timeout=None)
+    context = SimpleNamespace(running=Counter(), backend=backend, settings=settings, metrics=Metrics("m", 10))
+    request = SimpleNamespace(scope={"headers": [], "state": {"span": None}}, client=None)
     box = Toolbox(({"type": "function", "function": {"name": "f", "parameters": {}}},))
 
     async def first() -> list[StreamItem]:
-        splitter = Splitter(None, tool_format(None, (), "json_tools"), box)
+        splitter = Splitter(None, find_tool_format(None, (), "json_tools"), box)
         plan = AnswerPlan(MODEL, 5, [ChoiceState(0, TokenizedPrompt(()), SamplingParams(), splitter)])
-        run = RequestRun(client, plan, lambda _index, _sampling: timer, lambda: None, None, "")
+        run = RequestRun(context, request, plan)
         try:
             return await run.next()
         finally:

@@ -27,8 +27,8 @@ from outrider.server.model.tool_format import (
     ToolCall,
     ToolFormat,
     find_thinking_tags,
+    find_tool_format,
     infer_parser,
-    tool_format,
 )
 
 THINK = SpanTags("<think>", "</think>")
@@ -49,7 +49,7 @@ TOKENS = (
 
 
 def json_tools() -> ToolFormat:
-    found = tool_format(None, (), "json_tools")
+    found = find_tool_format(None, (), "json_tools")
     assert found is not None
     return found
 
@@ -189,7 +189,7 @@ def test_unexpected_tags_are_kept_as_text() -> None:
 
 
 def test_format_without_an_end_tag_extends_to_the_end_of_the_text() -> None:
-    splitter = Splitter(None, tool_format(None, (), "mistral"), BOX)
+    splitter = Splitter(None, find_tool_format(None, (), "mistral"), BOX)
     parts = splitter.feed('So [TOOL_CALLS]f[ARGS]{"x": 1}f[ARGS]{}')
     assert joined(parts + splitter.finish()) == [("S", "So "), ("C", '{"x": 1}'), ("C", "{}")]
 
@@ -198,7 +198,7 @@ def test_format_without_an_end_tag_extends_to_the_end_of_the_text() -> None:
 @pytest.mark.parametrize("size", [1, 100])
 def test_call_id_and_unnamed_tokens_are_not_part_of_the_function_name(size: int, before: str) -> None:
     """As in Mistral Small 3.2, and in its copies with the tokenizer of 3.1."""
-    splitter = Splitter(None, tool_format(None, (), "mistral"), BOX)
+    splitter = Splitter(None, find_tool_format(None, (), "mistral"), BOX)
     text = f'So [TOOL_CALLS]f{before}{{"x": "[CALL_ID]"}}[TOOL_CALLS]g[ARGS]{{}}'
     parts = [part for at in range(0, len(text), size) for part in splitter.feed(text[at : at + size])]
     calls = [part for part in parts + splitter.finish() if isinstance(part, ToolCall)]
@@ -231,7 +231,7 @@ def test_calls_of_minimax_m3_are_not_taken_for_json() -> None:
     """Each of its tags follows a mark, and arguments have tags of their own. mlx-lm has no parser for them."""
     template = "{% set mark = ']<]minimax[>[' %}{{ mark ~ '<tool_call>' ~ mark ~ '<invoke name=\"' ~ tool_call.name }}"
     for named in (None, "json_tools"):  # in a copy that mlx-lm has converted
-        assert tool_format(template, ("<mm:think>",), named) is None
+        assert find_tool_format(template, ("<mm:think>",), named) is None
 
 
 @pytest.mark.parametrize("rest", ["<tool_call>", '<tool_call>\n{"name": "f", "argu', "<tool_ca"])

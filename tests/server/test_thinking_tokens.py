@@ -6,7 +6,7 @@ import pytest
 
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.answers.choices import ChoiceState, Splitter
-from outrider.server.answers.usage import count_thinking_tokens
+from outrider.server.answers.formatter import count_thinking_tokens
 from outrider.server.model.served import ThinkingMode, TokenizedPrompt
 from outrider.server.model.tool_format import SpanTags, find_thinking_tags
 

@@ -11,7 +11,7 @@ from msgspec import structs, to_builtins
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.answers.choices import UNFINISHED, ChoiceState, Splitter
-from outrider.server.answers.usage import build_statistics
+from outrider.server.answers.formatter import build_statistics
 from outrider.server.model.served import TokenizedPrompt
 
 
