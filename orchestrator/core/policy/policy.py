@@ -45,7 +45,6 @@ class ArmRecord:
     last_episode: float = 0.0
     wait_factor: int = 1
     source: str = ""
-    _squares: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     @property
     def rate(self) -> float | None:
@@ -63,15 +62,6 @@ class ArmRecord:
         corrected = formula * self.tokens / self.forecast_tokens
         return (prior * weight + corrected * self.milliseconds) / (weight + self.milliseconds)
 
-    @property
-    def noise(self) -> float:
-        """The standard error of the measured rate, from the variance of its rounds; 0 before the first round."""
-        if self.milliseconds <= 0:
-            return 0.0
-        tokens, mixed, milliseconds = self._squares
-        rate = self.tokens / self.milliseconds
-        return math.sqrt(max(tokens - 2 * rate * mixed + rate**2 * milliseconds, 0.0)) / self.milliseconds
-
     def cap_stall(self, milliseconds: float) -> float:
         """Returns the time that counts for a round of `milliseconds` (`max_stall_factor`)."""
         most = POLICY.max_stall_factor * self.milliseconds / self.rounds if self.rounds else math.inf
@@ -86,8 +76,6 @@ class ArmRecord:
         self.milliseconds = self.milliseconds * fade + milliseconds
         self.forecast_tokens *= fade
         self.rounds = self.rounds * fade + 1
-        new = (tokens**2, tokens * milliseconds, milliseconds**2)
-        self._squares = tuple(fade * total + square for total, square in zip(self._squares, new, strict=True))
         self.last_episode = episode
         self.source = MEASURED
 
@@ -100,8 +88,8 @@ class ArmTrial:
     seen: ArmRecord = field(default_factory=ArmRecord)
 
     def is_hopeless(self, rounds: int) -> bool:
-        """Whether its rate, after this many rounds, is below the best by more than its own standard error."""
-        return rounds >= POLICY.min_episode_rounds and (self.seen.rate or math.inf) + self.seen.noise < self.best_rate
+        """Whether its rate, after this many rounds, is below the best."""
+        return rounds >= POLICY.min_episode_rounds and (self.seen.rate or math.inf) < self.best_rate
 
 
 @dataclass(slots=True)
