@@ -51,8 +51,7 @@ class Core:
         self._fatal = ""
         self.pool = WorkerPool(context, settings, run_dir, auth)
         self._tick_ms = min(TICK_MS, math.ceil(1000 * self.pool.ping_interval_s))
-        tuned = tuning.tuning_path(settings)
-        tunings = tuning.load(tuned)
+        tunings = tuning.load(tuning.tuning_path(settings))
         self._policy_store = PolicyStore(tuning.memory_path(settings) if settings.memory else None, clock.now())
         prefill_from = next((record.prefill_from for record in tunings if record.prefill_from), DEFAULT_PREFILL_FROM)
         self._scheduler = Scheduler(
@@ -61,7 +60,7 @@ class Core:
             outbox.put,
             self._trace,
             tunings if settings.has_draft_worker or settings.drafts_with_head else (),
-            self._policy_store.read(tuned),
+            self._policy_store.read(),
         )
 
     def stats(self, stats: Stats) -> Stats:

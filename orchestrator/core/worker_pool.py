@@ -1,15 +1,20 @@
-"""The workers' socket: admits workers, pings them, and reports their abilities.
+"""The workers' socket and processes: starts and admits workers, pings them, and restarts them or gives them up.
 
 Converts frames to (worker name, message) and back, and handles messages that are not about requests. `WorkerRegistry`
-decides which workers may join, `Supervisor` which are lost and restarted. Knows nothing of requests.
+decides which workers may join. Knows nothing of requests. Sending never blocks. A message that does not fit is dropped;
+messages that matter are sent again.
 
-Sending never blocks. A message that does not fit is dropped; messages that matter are sent again.
+A worker that never became ready is an error of the server's start; a drafter that can't draft here is left out. A
+worker that had been ready is restarted; its successor keeps its name, its memory cost and its abilities. A worker that
+joined by itself is not restarted; if it was a target, another may join.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,11 +22,11 @@ import zmq
 
 from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.core.draft_pool import INVALID_KINDS
-from outrider.orchestrator.core.supervisor import Supervisor
 from outrider.orchestrator.core.worker_registry import (
     EMPTY_HELLO,
     KEY_NOT_ALLOWED,
     LOST_AFTER_PINGS,
+    MAX_DEATHS,
     MAX_INVALID_MESSAGES,
     MAX_NAME_LENGTH,
     TARGET_NAME,
@@ -31,17 +36,18 @@ from outrider.orchestrator.core.worker_registry import (
     WorkerRegistry,
 )
 from outrider.orchestrator.events import KVBudget, ModelVocabulary, kv_budget
+from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import Rate, RateLimiter, RouterSocket
 from outrider.protocol import clock, endpoints, messages
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.digest import model_digest
-from outrider.protocol.errors import ProtocolError, VersionMismatch
+from outrider.protocol.errors import InvalidRequest, ProtocolError, VersionMismatch, WorkerError
 from outrider.protocol.keys import DRAFTER, sender_key
 from outrider.protocol.process import physical_memory
 from outrider.protocol.schema import clip
-from outrider.protocol.worker_link import heartbeat_id, routing_id
+from outrider.protocol.worker_link import INCARNATION_BITS, heartbeat_id, routing_id
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +55,9 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 # For a worker that does not read, or for this process.
 MAX_QUEUED_MESSAGES = 1024
+
+STOP_GRACE_SECONDS = 5.0
+TARGET_WAIT_SECONDS = 600
 
 RESULTS = messages.Outcome | messages.Branches | messages.Drafted | messages.PromptKv
 """The messages that show that a worker has worked for a request."""
@@ -72,7 +81,7 @@ class WorkerPool:
     ) -> None:
         awaited = model_digest(Path(settings.model)) if settings.await_target and settings.model else None
         self._registry = WorkerRegistry(settings.can_work_ahead, awaited, auth)
-        self._settings, self._auth = settings, auth
+        self._settings, self._auth, self._run_dir = settings, auth, run_dir
         self._memory = physical_memory()
         self.endpoint = f"ipc://{run_dir}/workers"
         self.joining_endpoint = ""
@@ -87,8 +96,8 @@ class WorkerPool:
             if own is not None:
                 endpoints.set_remote_options(self.socket)
             self.joining_endpoint = self.router.open(joining, MAX_CONNECTIONS, own, DRAFTER).endpoint
-        self._supervisor = Supervisor(self._registry, settings, self.endpoint, run_dir, self.ping_interval_s)
         self._arrived: list[Worker] = []
+        self._dismissed: list[WorkerLoss] = []
         self._outgoing: dict[str, list[messages.Message]] = {}
         self._ping_serial = self._pinged_ns = 0
         self._next_ping_ns = 0
@@ -96,8 +105,14 @@ class WorkerPool:
 
     def start(self) -> None:
         """Starts the worker processes, which report their progress while they load."""
-        self._supervisor.start()
-        if self._settings.await_target:
+        settings = self._settings
+        if not settings.await_target:
+            self._spawn("target", TARGET_NAME)
+        for number in range(settings.drafters if settings.has_draft_worker else 0):
+            self._spawn("draft", f"draft-{number}")
+        for number in range(settings.prefill_workers):
+            self._spawn("prefill", f"prefill-{number}")
+        if settings.await_target:
             self.stage = f"waiting for a target: outrider worker target --connect {self.endpoint}"
             self.status_changed = True
             log.warning("%s", self.stage)  # without a terminal, or in a narrow one, the stage is not shown in full
@@ -113,7 +128,7 @@ class WorkerPool:
         if worker.invalid.total() >= MAX_INVALID_MESSAGES and worker.role == "draft":
             counts = ", ".join(f"{INVALID_KINDS[kind]} ({count})" for kind, count in sorted(worker.invalid.items()))
             why = f"{worker} sent invalid messages: {counts}; disconnected"
-            self._supervisor.dismiss(worker, why)
+            self._dismiss(worker, why)
             if self._auth is not None and worker.key:
                 self._auth.refuse(worker.key, why)
 
@@ -162,6 +177,125 @@ class WorkerPool:
         """Sets the vocabulary of this cluster, which must also be that of a joining drafter."""
         self._registry.language = language
         self._dismiss_misfits()
+
+    # --- losses and restarts --------------------------------------------------------------------------------------
+
+    def arrivals(self) -> list[Worker]:
+        """Returns the workers that can be used from now on: new, restarted, or answering again."""
+        arrived, self._arrived = self._arrived, []
+        for worker in self._registry.all():
+            if worker.state == "frozen" and not worker.heartbeat.is_frozen(self.ping_interval_s):
+                worker.state = "ready"
+                log.warning("%s answers again", worker)
+                arrived.append(worker)
+        self.status_changed = self.status_changed or bool(arrived)
+        return [worker for worker in arrived if worker.entered]  # some may have been dismissed at once
+
+    def losses(self, now_ns: int) -> list[WorkerLoss]:
+        """Returns the workers that can't be used from now on, and restarts those that are due."""
+        losses, self._dismissed = [*self._dismissed, *self._find_losses(now_ns), *self._restart(now_ns)], []
+        for loss in losses:
+            self.status_changed = True
+            if loss.gone:
+                self._send(routing_id(loss.worker.incarnation), messages.Shutdown(loss.why))
+        if losses:
+            self._share_memory()
+        return losses
+
+    def close(self) -> None:
+        """Ends the workers, then closes the socket: first with SHUTDOWN and SIGTERM, and after a grace period for all
+        together with SIGKILL."""
+        self.flush()
+        spawned = [worker.spawned for worker in self._registry.all() if worker.spawned]
+        for worker in self._registry.all():
+            self._send(routing_id(worker.incarnation), messages.Shutdown())
+        for process in spawned:
+            process.terminate()
+        deadline = time.monotonic() + STOP_GRACE_SECONDS
+        for process in spawned:
+            process.wait(max(deadline - time.monotonic(), 0))
+        self.router.close()
+
+    def _find_losses(self, now_ns: int) -> Iterator[WorkerLoss]:
+        """Yields the workers newly found lost, which are ended, and newly frozen drafters, which keep running."""
+        for worker in self._registry.all():
+            if worker.state in ("lost", "refused") or worker.restarts.due_ns is not None:
+                continue
+            why = worker.loss_reason(self.ping_interval_s)
+            if why is not None:
+                yield self._give_up(worker, why, now_ns)
+            elif worker.state == "ready" and worker.heartbeat.is_frozen(self.ping_interval_s):
+                worker.state = "frozen"
+                if worker.role == "target":
+                    log.warning("%s does not answer; requests wait for it", worker)
+                else:  # the caller logs a loss
+                    yield WorkerLoss(worker, f"{worker} does not answer; requests continue without it")
+
+    def _restart(self, now_ns: int) -> Iterator[WorkerLoss]:
+        """Restarts workers that are due, once their processes are gone. A failed start counts as a death.
+
+        A target that joined by itself is given up instead: no other has joined in its place for `TARGET_WAIT_SECONDS`.
+        """
+        for before in self._registry.all():
+            if not before.restarts.is_due(now_ns) or (before.spawned and before.spawned.poll() is None):
+                continue
+            if before.spawned is None:
+                before.state, before.restarts.due_ns = "lost", None
+                before.fault = f"{before.fault}; none has joined in its place for {TARGET_WAIT_SECONDS // 60} minutes"
+                yield WorkerLoss(before, before.fault, gone=True, fatal=True)
+                continue
+            before.restarts.begun()
+            log.warning("restarting %s", before)
+            try:
+                self._spawn(before.role, before.name, before)
+            except (WorkerError, InvalidRequest) as error:
+                yield self._schedule(before, str(error), now_ns)
+
+    def _dismiss(self, worker: Worker, why: str) -> None:
+        """Disconnects a worker and never restarts it; `losses` will report it."""
+        self._registry.ban_worker(worker, why)
+        worker.state, worker.fault = "refused" if worker.spawned else "lost", why
+        if worker.spawned:
+            worker.spawned.kill()
+        self._dismissed.append(WorkerLoss(worker, why, gone=True))
+
+    def _give_up(self, worker: Worker, why: str, now_ns: int) -> WorkerLoss:
+        """Ends a worker's process, and schedules a restart if it was started here and had been ready."""
+        self._registry.drop_routing_ids(worker)
+        worker.state, worker.fault = "lost", why
+        if worker.spawned is None:
+            if worker.role == "target":
+                worker.state, worker.restarts.due_ns = "restarting", now_ns + TARGET_WAIT_SECONDS * SECOND_NS
+            return WorkerLoss(worker, why, gone=True)
+        code = worker.spawned.poll()
+        worker.spawned.kill()
+        if worker.hello is None:
+            return WorkerLoss(worker, why, gone=True, fatal=True)
+        failed_load = why if not worker.entered_ns and code is not None and code > 0 else ""
+        return self._schedule(worker, why, now_ns, worker.is_steady(now_ns), failed_load)
+
+    def _schedule(
+        self, worker: Worker, why: str, now_ns: int, was_steady: bool = False, failed_load: str = ""
+    ) -> WorkerLoss:
+        """Schedules a restart, unless the worker has died too often; see `Restarts.died`."""
+        needed, restarts = worker.role == "target", worker.restarts
+        will_restart = restarts.died(now_ns, was_steady, needed, failed_load)
+        if restarts.deaths >= MAX_DEATHS:
+            seconds = restarts.wait_ns / SECOND_NS
+            then = f"the next start is in {seconds:g} s" if will_restart else "it is not started again"
+            why = f"{why}; it died {restarts.deaths} times in a row, and {then}"
+        worker.state, worker.fault = "restarting" if will_restart else "lost", why
+        return WorkerLoss(worker, why, gone=True, fatal=needed and not will_restart)
+
+    def _spawn(self, role: str, name: str, before: Worker | None = None) -> None:
+        incarnation = secrets.randbits(INCARNATION_BITS)
+        spawned = spawn_worker(role, name, self.endpoint, self._settings, self._run_dir, incarnation)
+        worker = Worker(name, role, incarnation, spawned, begun_ns=clock.now())
+        if before is not None:
+            worker.state, worker.hello, worker.restarts = "restarting", before.hello, before.restarts
+            load_s = (before.entered_ns - before.begun_ns) / SECOND_NS if before.entered_ns else 0.0
+            worker.heartbeat.expected_s = load_s or before.heartbeat.expected_s
+        self._registry.assign(worker)
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -226,7 +360,7 @@ class WorkerPool:
         for worker in self._registry.all():
             worker.heartbeat.unanswered += 1
             if worker.entered and worker.key and not self._registry.is_key_allowed(worker.role, worker.key):
-                self._supervisor.dismiss(worker, f"{worker} is dismissed: {KEY_NOT_ALLOWED}")
+                self._dismiss(worker, f"{worker} is dismissed: {KEY_NOT_ALLOWED}")
             elif worker.entered:
                 self._send(heartbeat_id(routing_id(worker.incarnation)), messages.Ping(self._ping_serial))
 
@@ -236,31 +370,6 @@ class WorkerPool:
         if is_newest and pong.clock_ns:
             self.status_changed = self.status_changed or not worker.clock.round_trip_ns
             worker.clock.observe(self._pinged_ns, pong.clock_ns, clock.now())
-
-    def arrivals(self) -> list[Worker]:
-        """Returns the workers that can be used from now on: new, restarted, or answering again."""
-        arrived, self._arrived = [*self._arrived, *self._supervisor.revive()], []
-        self.status_changed = self.status_changed or bool(arrived)
-        return [worker for worker in arrived if worker.entered]  # some may have been dismissed at once
-
-    def losses(self, now_ns: int) -> list[WorkerLoss]:
-        """Returns the workers that can't be used from now on, and restarts those that are due."""
-        losses = [*self._supervisor.losses(now_ns), *self._supervisor.restart(now_ns)]
-        for loss in losses:
-            self.status_changed = True
-            if loss.gone:
-                self._send(routing_id(loss.worker.incarnation), messages.Shutdown(loss.why))
-        if losses:
-            self._share_memory()
-        return losses
-
-    def close(self) -> None:
-        """Ends the workers, then closes the socket."""
-        self.flush()
-        for worker in self._registry.all():
-            self._send(routing_id(worker.incarnation), messages.Shutdown())
-        self._supervisor.close()
-        self.router.close()
 
     def _send(self, identity: bytes, *together: messages.Message) -> bool:
         """Sends messages; they are dropped if the worker does not read or is gone. Returns False if it is gone."""
@@ -313,7 +422,7 @@ class WorkerPool:
         for worker in self._registry.all():
             why = self._registry.misfit_reason(self.hello(worker.name)) if worker.entered else ""
             if why:
-                self._supervisor.dismiss(worker, f"{worker} is dismissed: {why}")
+                self._dismiss(worker, f"{worker} is dismissed: {why}")
 
     def _share_memory(self) -> None:
         """Sends all workers their share of the memory for texts."""

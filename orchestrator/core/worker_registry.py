@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -21,8 +20,8 @@ from outrider.protocol.schema import clip
 from outrider.protocol.stats import CacheUse
 from outrider.protocol.worker_link import heartbeat_id, routing_id
 
-# Two quartz clocks drift apart by less than this share of the time.
-MAX_CLOCK_DRIFT_RATIO = 200e-6
+# The latest offsets of a remote clock that count: those of about ten seconds, in which clocks hardly drift apart.
+MAX_CLOCK_OFFSETS = 40
 
 # After `LOST_AFTER_PINGS` unanswered pings a worker is lost; after `FROZEN_AFTER_PINGS` a drafter is not waited for.
 LOST_AFTER_PINGS = 40
@@ -52,40 +51,36 @@ class RemoteClock:
     """Estimates the clock of another machine's worker by NTP's method: a heartbeat carries the worker's time, which
     lies between the ping and its answer. `round_trip_ns`: the latest time from a ping to its answer; 0: none has come.
 
-    The fastest answer is the most precise; its precision falls with time, because clocks drift. Clocks that may be
-    equal are treated as equal. A jump of a worker's clock (its machine slept) is accepted at once, and work that it
-    reports as not yet ended has ended when the report arrived.
+    The fastest of the latest answers is the most precise; older ones do not count, because clocks drift. Clocks that
+    may be equal are treated as equal. A jump of a worker's clock (its machine slept) is accepted at once, and work that
+    it reports as not yet ended has ended when the report arrived.
     """
 
     def __init__(self) -> None:
-        self.round_trip_ns = self._ahead_ns = self._at_ns = 0
-        self._error_ns = math.inf
+        self.round_trip_ns = 0
+        self._offsets = deque[tuple[int, int]](maxlen=MAX_CLOCK_OFFSETS)  # (possible error, how far it is ahead)
 
     def observe(self, asked_ns: int, theirs_ns: int, now_ns: int) -> None:
         """Records an answer with the worker's time: its ping left at `asked_ns`, it came at `now_ns` (this clock)."""
         self.round_trip_ns = now_ns - asked_ns
-        ahead_ns, error_ns = theirs_ns - (asked_ns + now_ns) // 2, self.round_trip_ns // 2 + 1
-        old_error_ns = self._error(now_ns)
-        has_jumped = abs(ahead_ns - self._ahead_ns) > old_error_ns + error_ns
-        if error_ns <= old_error_ns or has_jumped:
-            self._ahead_ns, self._error_ns, self._at_ns = ahead_ns, error_ns, now_ns
+        error_ns, ahead_ns = self.round_trip_ns // 2 + 1, theirs_ns - (asked_ns + now_ns) // 2
+        if any(abs(ahead_ns - before_ns) > error_ns + its_error_ns for its_error_ns, before_ns in self._offsets):
+            self._offsets.clear()  # it has jumped or drifted
+        self._offsets.append((error_ns, ahead_ns))
 
-    def ahead_ns(self, now_ns: int) -> int:
-        """Returns how far it is ahead of this clock; 0 if they may be the same."""
-        return 0 if abs(self._ahead_ns) <= self._error(now_ns) else self._ahead_ns
+    @property
+    def ahead_ns(self) -> int:
+        """How far it is ahead of this clock; 0 if they may be the same."""
+        error_ns, ahead_ns = min(self._offsets)
+        return ahead_ns if abs(ahead_ns) > error_ns else 0
 
     def to_local(self, message: Message, now_ns: int) -> Message:
         """Returns a message that arrived at `now_ns` with its times on this clock, none after `now_ns`."""
         if not isinstance(message, Branches | Drafted):
             return message
-        lasted_ns = max(message.work.duration_ns, 0)
-        is_known = self._error_ns < math.inf
-        ended_ns = min(message.work.ended_ns - self.ahead_ns(now_ns), now_ns) if is_known else now_ns
-        return replace(message, work=Span(max(ended_ns - lasted_ns, 0), max(ended_ns, 0)))
-
-    def _error(self, now_ns: int) -> float:
-        """Returns the possible error of the offset, which is infinite until it was measured."""
-        return self._error_ns + int(MAX_CLOCK_DRIFT_RATIO * (now_ns - self._at_ns))
+        ended_ns = min(message.work.ended_ns - self.ahead_ns, now_ns) if self._offsets else now_ns
+        started_ns = ended_ns - max(message.work.duration_ns, 0)
+        return replace(message, work=Span(max(started_ns, 0), max(ended_ns, 0)))
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.worker_link import WORKER_MODULES_VARIABLE
 
 LOG_TAIL_BYTES, LOG_TAIL_LINES = 4096, 3
-STDERR = 2
+STDIN, STDERR = 0, 2
 MODELS_ONLY = "outrider.engine.models_only"  # runs a program
 MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker", "prefill": "outrider.prefill_worker"}
 
@@ -152,3 +152,30 @@ def child_environment() -> dict[str, str]:
     """Returns this process's environment, with the package on the path for any current directory."""
     paths = [str(PACKAGE_FOLDER.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def spawn_worker(
+    role: str, name: str, endpoint: str, settings: ServeSettings, run_dir: Path, incarnation: int
+) -> SpawnedProcess:
+    """Starts the `role` worker (target, draft or prefill) of this cluster; it connects to `endpoint` as `incarnation`.
+
+    Raises:
+        WorkerError: the process can't be started.
+        InvalidRequest: MLX's library is not installed.
+    """
+    system.require_mlx()
+    env = {
+        **MALLOC_ENV,
+        **system.blas_environment(child_environment(), system.threads_of(role, settings), settings.cpu_kernels),
+        **system.drafter_core_variable(role, settings),
+    }
+    inherited = [os.dup(STDERR)] if settings.log_format == "json" else []
+    command = worker_command(role, name, endpoint, settings, STDIN)
+    command += [f"--incarnation={incarnation}", *(f"--log-fd={number}" for number in inherited)]
+    try:
+        process = SpawnedProcess(f"{role} worker", command, env, run_dir / f"{name}.log", "wb", inherited)
+    finally:
+        for number in inherited:
+            os.close(number)
+    system.assign_core(process.pid, role, settings)
+    return process

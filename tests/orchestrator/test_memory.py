@@ -17,10 +17,10 @@ from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import WRITE_INTERVAL_SECONDS, PolicyStore, TunedArm, Tuning
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.digest import CACHE_VARIABLE
 from tests.harness.settings import round_settings
 from tools.simulation.auto_rounds import ADMIT
 
-NONE = Path("/none/tuning.json")
 MODES = ("ar", "sd", "ssd")
 
 
@@ -45,7 +45,7 @@ RECORD = trained_estimates().snapshot((TunedArm("ssd", 0, 0, 150.0, True), Tuned
 def test_learned_rates_are_restored_from_the_policy_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "memory.json"
     PolicyStore(path, 0).write((RECORD,), 0)
-    assert PolicyStore(path, 0).read(NONE) == (RECORD,)
+    assert PolicyStore(path, 0).read() == (RECORD,)
     fresh, old = Estimates(), trained_estimates()
     fresh.start_from(RECORD)
     for ask in (
@@ -92,20 +92,22 @@ def test_tuned_k_and_b_are_kept_over_learned_ones() -> None:
     assert policy.plan() == Arm("ssd", 6, 4) and "fastest measured before (210 tokens/s)" in policy.why
 
 
-def test_changed_tuning_file_discards_the_learned_rates(tmp_path: Path) -> None:
-    tuned, learned = tmp_path / "tuning.json", tmp_path / "memory.json"
-    PolicyStore(learned, 0).write((RECORD,), 0)
+def test_changed_tuning_file_discards_the_learned_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    settings = ServeSettings(model="a", draft_model="b")
+    tuned = tuning.tuning_path(settings)
+    PolicyStore(tuning.memory_path(settings), 0).write((RECORD,), 0)
+    assert PolicyStore(tuning.memory_path(settings), 0).read() == (RECORD,)
     tuned.write_text("tuned")
-    for moment in (1, 2**32):
-        os.utime(tuned, (moment,) * 2)
-        server = PolicyStore(learned, 0)
-        assert server.read(tuned) == ()
+    server = PolicyStore(tuning.memory_path(settings), 0)
+    assert server.read() == ()
     server.write((RECORD,), 0)
     for moment in (1, 2**32):
         os.utime(tuned, (moment,) * 2)
-        assert PolicyStore(learned, 0).read(tuned) == (RECORD,), "the time of the file does not matter"
+        read = PolicyStore(tuning.memory_path(settings), 0).read()
+        assert read == (RECORD,), "the time of the file does not matter"
     tuned.write_text("tuned again")
-    assert PolicyStore(learned, 0).read(tuned) == ()
+    assert PolicyStore(tuning.memory_path(settings), 0).read() == ()
 
 
 @pytest.mark.parametrize(
@@ -123,9 +125,9 @@ def test_changed_tuning_file_discards_the_learned_rates(tmp_path: Path) -> None:
 def test_damaged_policy_file_is_ignored(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "memory.json"
     path.write_text(content)
-    assert PolicyStore(path, 0).read(NONE) == ()
+    assert PolicyStore(path, 0).read() == ()
     PolicyStore(path, 0).write((RECORD,), 0)
-    assert PolicyStore(path, 0).read(NONE) == (RECORD,)
+    assert PolicyStore(path, 0).read() == (RECORD,)
 
 
 @pytest.mark.parametrize("word", ["1e999", "1e300", "NaN", "Infinity", "-3.0", '"x"', "null"])
@@ -136,7 +138,7 @@ def test_policy_file_with_an_invalid_number_is_ignored(tmp_path: Path, word: str
     for known in ("150.0", f'"link_ms": {RECORD.link_ms}'):
         assert known in text
         path.write_text(text.replace(known, known.replace("150.0", word).replace(str(RECORD.link_ms), word)))
-        assert PolicyStore(path, 0).read(NONE) == ()
+        assert PolicyStore(path, 0).read() == ()
 
 
 @pytest.mark.parametrize(("field", "number"), [("depth", 99), ("depth", -1), ("branches", 1000), ("branches", -1)])
@@ -144,7 +146,7 @@ def test_policy_file_with_a_k_or_b_that_no_message_can_hold_is_ignored(tmp_path:
     path = tmp_path / "memory.json"
     (arm,) = RECORD.choices[:1]
     tuning.write([replace(RECORD, choices=(replace(arm, **{field: number}),))], path)
-    assert PolicyStore(path, 0).read(NONE) == ()
+    assert PolicyStore(path, 0).read() == ()
 
 
 def test_unwritable_policy_file_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,14 +166,14 @@ def test_missing_home_folder_disables_the_policy_file(monkeypatch: pytest.Monkey
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     memory = PolicyStore(tuning.memory_path(ServeSettings()), 0)
-    assert memory.read(tuning.tuning_path(ServeSettings())) == ()
+    assert memory.read() == ()
     memory.write((RECORD,), 0)
 
 
 def test_policy_file_is_not_read_or_written_when_disabled() -> None:
     memory = PolicyStore(None, 0)
     memory.write((RECORD,), 0)
-    assert memory.read(NONE) == () and not memory.is_due(10**18)
+    assert memory.read() == () and not memory.is_due(10**18)
 
 
 def test_policy_file_is_written_periodically(tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def test_policy_file_is_not_written_while_nothing_is_learned(tmp_path: Path) -> 
     store.write((trained_estimates().snapshot(RECORD.choices, 0.0),), 1)
     assert path.read_text() == "another server's"
     store.write((trained_estimates().snapshot((), 0.0),), 2)
-    assert PolicyStore(path, 0).read(NONE)[0].choices == ()
+    assert PolicyStore(path, 0).read()[0].choices == ()
 
 
 def test_each_pair_and_way_of_drafting_has_its_own_policy_file() -> None:

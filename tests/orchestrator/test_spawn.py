@@ -17,16 +17,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import zmq
 
 from outrider.orchestrator import serve
-from outrider.orchestrator.core import supervisor
-from outrider.orchestrator.core.worker_registry import Worker, WorkerRegistry
+from outrider.orchestrator.core import worker_pool
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.core.worker_registry import Worker
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import spawn, system
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, WorkerError
+from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.worker_link import ANY_CORE, DRAFTER_CORE_VARIABLE
 
 SETTINGS = ServeSettings(model="/m", draft_model="/d", log_level="info", fan_out="uniform")
@@ -41,8 +44,8 @@ def spawned(monkeypatch, tmp_path):
     workers = []
 
     def start(code, wait_for="up"):
-        monkeypatch.setattr(supervisor, "worker_command", lambda *a: [sys.executable, "-c", code, str(a[-1])])
-        worker = supervisor.spawn_worker("target", "target-0", "ipc:///none", SETTINGS, tmp_path, 1)
+        monkeypatch.setattr(spawn, "worker_command", lambda *a: [sys.executable, "-c", code, str(a[-1])])
+        worker = spawn.spawn_worker("target", "target-0", "ipc:///none", SETTINGS, tmp_path, 1)
         workers.append(worker)
         while wait_for and wait_for not in worker.log_tail():
             assert worker.poll() is None, worker.log_tail()
@@ -52,6 +55,14 @@ def spawned(monkeypatch, tmp_path):
     for worker in workers:
         worker.kill()
         worker.wait(200)
+
+
+@pytest.fixture
+def pool():
+    with zmq.Context() as context, PrivateDirectory() as directory:
+        pool = WorkerPool(context, SETTINGS, directory.path)
+        yield pool
+        pool.router.close()
 
 
 def test_worker_commands_follow_the_settings():
@@ -141,8 +152,8 @@ def test_worker_that_ends_before_its_signal_can_be_killed_on_macos(spawned, monk
     assert worker.wait(200) == -signal.SIGKILL
 
 
-def test_frozen_workers_share_one_grace_period(monkeypatch, tmp_path):
-    registry, now_s = WorkerRegistry(True), [0.0]
+def test_frozen_workers_share_one_grace_period(monkeypatch, pool):
+    now_s = [0.0]
 
     class Frozen:
         def terminate(self):
@@ -152,10 +163,10 @@ def test_frozen_workers_share_one_grace_period(monkeypatch, tmp_path):
             now_s[0] += grace
 
     for number in range(4):
-        registry.assign(Worker(f"draft-{number}", "draft", number, Frozen()))
-    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    supervisor.Supervisor(registry, SETTINGS, "ipc:///none", tmp_path, 1.0).close()
-    assert now_s[0] == supervisor.STOP_GRACE_SECONDS < serve.JOIN_TIMEOUT_SECONDS
+        pool._registry.assign(Worker(f"draft-{number}", "draft", number, Frozen()))
+    monkeypatch.setattr(worker_pool, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    pool.close()
+    assert now_s[0] == worker_pool.STOP_GRACE_SECONDS < serve.JOIN_TIMEOUT_SECONDS
 
 
 def test_stderr_of_an_ended_worker_is_kept(spawned):
@@ -165,13 +176,12 @@ def test_stderr_of_an_ended_worker_is_kept(spawned):
     worker.terminate()  # sends no signal, because the process is gone
 
 
-def test_a_worker_that_can_not_be_restarted_is_lost_and_ends_nothing(monkeypatch, tmp_path):
-    registry = WorkerRegistry(True)
-    worker = Worker("draft-0", "draft", 1, SimpleNamespace(poll=lambda: 1, kill=lambda: None))
-    registry.assign(worker)
+def test_a_worker_that_can_not_be_restarted_is_lost_and_ends_nothing(monkeypatch, pool):
+    worker = Worker("draft-0", "draft", 1, SimpleNamespace(pid=1, poll=lambda: 1, kill=lambda: None))
+    pool._registry.assign(worker)
     worker.restarts.died(0, True, False, "")
     monkeypatch.setattr(system, "require_mlx", mock.Mock(side_effect=InvalidRequest("MLX has no backend installed")))
-    (loss,) = supervisor.Supervisor(registry, SETTINGS, "ipc:///none", tmp_path, 1.0).restart(clock.SECOND_NS * 10**6)
+    (loss,) = pool.losses(clock.SECOND_NS * 10**6)
     assert "no backend" in loss.why and not loss.fatal
 
 
@@ -185,14 +195,14 @@ def test_process_start_beyond_the_limit_of_processes_names_it(monkeypatch, tmp_p
     refused = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     monkeypatch.setattr(subprocess.Popen, "__init__", mock.Mock(side_effect=refused))
     with pytest.raises(WorkerError, match=r"can't be started .*; most likely out of .*ulimit"):
-        supervisor.spawn_worker("draft", "draft-0", "ipc:///none", SETTINGS, tmp_path, 1)
+        spawn.spawn_worker("draft", "draft-0", "ipc:///none", SETTINGS, tmp_path, 1)
 
 
 def test_failed_process_start_raises_worker_error(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/no/python")
     before = len(os.listdir("/dev/fd"))
     with pytest.raises(WorkerError, match="can't be started"):
-        supervisor.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
+        spawn.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
     assert len(os.listdir("/dev/fd")) == before, "a pipe was left open"
 
 
@@ -230,7 +240,7 @@ def test_draft_device_flag_goes_to_the_drafter_only():
 def test_missing_mlx_backend_is_reported_before_any_start(monkeypatch, tmp_path):
     monkeypatch.setattr(system, "MLX_LIBRARY", Path("lib", "libnone.so"))
     with pytest.raises(InvalidRequest, match=r"pip install '\.\[cpu\]' in a checkout"):
-        supervisor.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
+        spawn.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
     assert not list(tmp_path.iterdir())
 
 

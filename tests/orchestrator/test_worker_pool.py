@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
-from outrider.orchestrator.core import supervisor
+from outrider.orchestrator.core import worker_pool
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import (
     FROZEN_AFTER_PINGS,
@@ -249,7 +249,7 @@ def make_harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pool
     def make(**settings: Any) -> PoolHarness:
         directory = stack.enter_context(PrivateDirectory())
         harnesses.append(PoolHarness(directory.path, ServeSettings(**settings)))
-        monkeypatch.setattr(supervisor, "spawn_worker", harnesses[-1].spawn)
+        monkeypatch.setattr(worker_pool, "spawn_worker", harnesses[-1].spawn)
         # The tests themselves may run under limits.
         monkeypatch.setattr(system, "likely_cause", lambda code, log_tail="": "")
         harnesses[-1].pool.start()
@@ -410,7 +410,7 @@ def test_awaited_target_that_does_not_return_is_given_up(
     harness = make_harness(await_target=True, model=str(tmp_path), draft_backend="none")
     Peer(harness, "target", 1).hello(files=model_digest(tmp_path))
     assert [loss.fatal for loss in harness.pass_time(FROZEN_AFTER_PINGS + LOST_AFTER_PINGS)] == [False]
-    harness.seconds += supervisor.TARGET_WAIT_SECONDS
+    harness.seconds += worker_pool.TARGET_WAIT_SECONDS
     (loss,) = harness.losses()
     assert loss.fatal and "none has joined in its place for 10 minutes" in loss.why and harness.losses() == []
 

@@ -99,10 +99,9 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class TuningFile:
-    """The content of a file; `after` is the digest of the file that its records began from."""
+    """The content of a file."""
 
     format: int
-    after: str = ""
     tunings: tuple[Tuning, ...] = ()
 
 
@@ -112,9 +111,12 @@ def tuning_path(settings: ServeSettings) -> Path:
 
 
 def memory_path(settings: ServeSettings) -> Path:
-    """Returns the file of what servers of this pair learned; its name depends on the drafters and their processes."""
-    key = [*_pair_key(settings), settings.ngrams, settings.colocate]
-    return _record_path("memory", [*key, list(settings.head)] if settings.head else key)
+    """Returns the file of what servers of this pair learned; its name depends on the drafters, their processes, and the
+    content of tune's file: what was learned before a new tuning is not used after it."""
+    key = [*_pair_key(settings), settings.ngrams, settings.colocate, list(settings.head)]
+    with suppress(OSError):  # there is none
+        key.append(file_hash(tuning_path(settings)))
+    return _record_path("memory", key)
 
 
 def _pair_key(settings: ServeSettings) -> list[object]:
@@ -154,16 +156,13 @@ def save(tuning: Tuning, path: Path) -> None:
         raise InvalidRequest(f"the tuning can't be written to {path.parent}: {error.strerror}") from error
 
 
-def write(records: Sequence[Tuning], path: Path, after: str = "") -> None:
-    """Replaces the file's records atomically; `after`: see `TuningFile`. Raises OSError."""
-    replace_file(path, json.dumps(asdict(TuningFile(FORMAT_VERSION, after, tuple(records))), indent=1))
+def write(records: Sequence[Tuning], path: Path) -> None:
+    """Replaces the file's records atomically. Raises OSError."""
+    replace_file(path, json.dumps(asdict(TuningFile(FORMAT_VERSION, tuple(records))), indent=1))
 
 
-def load(path: Path, after: str | None = None) -> tuple[Tuning, ...]:
-    """Returns the records in a file, at most one of each class; none of another format.
-
-    `after`: the digest of the file that they must have begun from; None: any.
-    """
+def load(path: Path) -> tuple[Tuning, ...]:
+    """Returns the records in a file, at most one of each class; none of another format."""
     try:
         file = msgspec.json.decode(path.read_bytes(), type=TuningFile)
     except (FileNotFoundError, NotADirectoryError):
@@ -171,7 +170,7 @@ def load(path: Path, after: str | None = None) -> tuple[Tuning, ...]:
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         log.warning("ignoring %s: %s", path, error)
         return ()
-    return file.tunings if file.format == FORMAT_VERSION and after in (None, file.after) else ()
+    return file.tunings if file.format == FORMAT_VERSION else ()
 
 
 class PolicyStore:
@@ -180,19 +179,13 @@ class PolicyStore:
 
     def __init__(self, path: Path | None, now_ns: int) -> None:
         self._path = path
-        self._tuning_digest = ""
         self._written_ns = now_ns
         self._written: Sequence[Tuning] = ()
         self._has_warned = False
 
-    def read(self, tuned: Path) -> tuple[Tuning, ...]:
-        """Returns what an earlier server learned; nothing if it started from another tuning than that at `tuned`.
-
-        The file names that tuning by its digest, since clocks do not show which file is newer.
-        """
-        with suppress(OSError):  # there is none
-            self._tuning_digest = file_hash(tuned)
-        return () if self._path is None else load(self._path, self._tuning_digest)
+    def read(self) -> tuple[Tuning, ...]:
+        """Returns what an earlier server learned."""
+        return () if self._path is None else load(self._path)
 
     def is_due(self, now_ns: int) -> bool:
         """Whether the last write was more than `WRITE_INTERVAL_SECONDS` ago."""
@@ -204,7 +197,7 @@ class PolicyStore:
         if self._path is None or not learned or learned == self._written:
             return
         try:
-            write(learned, self._path, self._tuning_digest)
+            write(learned, self._path)
             self._written, self._has_warned = learned, False
         except OSError as error:
             level = logging.INFO if self._has_warned else logging.WARNING

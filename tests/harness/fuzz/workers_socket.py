@@ -30,7 +30,7 @@ from tests.harness.fuzz.mutation import Mutator
 from tests.harness.settings import round_settings
 
 POOL = "outrider.orchestrator.core.worker_pool"
-SPAWNER = "outrider.orchestrator.core.supervisor.spawn_worker"
+SPAWNER = "outrider.orchestrator.core.worker_pool.spawn_worker"
 AT_ONCE, MAX_TOKENS, EXCHANGES_PER_BATCH = 3, 60, 3
 MAX_IDLE_BATCHES = 1000  # batches within which some request must progress
 WAIT_MS = 5
