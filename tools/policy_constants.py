@@ -319,6 +319,7 @@ OTHER_VALUES: Mapping[str, Sequence[float]] = {
     "min_known_rounds": (0,),
     "max_wait_factor": (1,),
     "stay_margin": (1.0,),
+    "error_half_life_episodes": (math.inf,),
     "promising": (0.0,),
     "unlikely": (1, 8),
     "patience": (6, 10**6),

@@ -68,7 +68,7 @@ def test_auto_combines_head_and_worker_only_if_forecast_faster(own_ms: float, li
     policy = Policy(known, ("ar", "sd", "ssd"), DEPTH, 16, others=(HEAD,))
     both = Arm("ssd", drafter=HEAD)
     assert both in policy._base_arms
-    forecasts = policy._forecasts()
+    forecasts = policy._forecasts(1)
     assert policy._beats_alternative(both, forecasts) == joint
     taken = set()
     for _ in range(4000):

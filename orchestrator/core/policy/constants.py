@@ -66,6 +66,7 @@ class PolicyConstants:
     promising: float = 0.9  # an estimate of this share of the best is tried after `patience`; any: -0.8 in crowds
     unlikely: int = 2  # times `patience` for the others (test_drafters.py); at 1 -0.2
     max_wait_factor: int = 32  # maximum factor on `patience`, doubled by each trial; no doubling: -0.6 over longer runs
+    error_half_life_episodes: float = 24  # after so many the formula's error in a crowd is halved (test_policy.py)
 
 
 POLICY = PolicyConstants()

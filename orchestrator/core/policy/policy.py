@@ -217,15 +217,15 @@ class Policy:
 
     def _choose(self, is_new_load: bool) -> Arm:
         """Chooses the arm and plan of the next rounds; `is_new_load`: another load has just begun."""
-        forecasts = self._forecasts()
+        forecasts = self._forecasts(self._active)
         self._add_forecast_tokens()
-        guesses = self._ar_equivalents({arm: rate for arm, (_, rate) in forecasts.items()})
+        guesses = self._ar_equivalents(
+            {arm: rate * self._forecast_error(arm, rate) for arm, (_, rate) in forecasts.items()}
+        )
         rates = self._ar_equivalents(self._current_rates(forecasts))
         before, self._trial, self._is_baseline = self._trial, None, False
-        is_falling = is_new_load and self._load_fell  # others may end soon, so nothing is tried, and forecasts count
-        if is_falling:
-            unmeasured = [arm for arm in guesses if arm not in rates and self._beats_alternative(arm, forecasts)]
-            rates |= {arm: guesses[arm] / POLICY.stay_margin for arm in unmeasured}
+        if is_new_load and self._load_fell:
+            return self._choose_expected(rates, guesses, forecasts)
         if not rates and self._active > 1:
             self._is_baseline = True
             return self._adopt(Arm("ar"), forecasts, "baseline for the other arms")
@@ -234,11 +234,10 @@ class Policy:
         if rates[best] < rates[current] * POLICY.stay_margin:
             best = current
         trial_continues = before is not None and (before.seen.rate or 0.0) > before.best_rate and self._active == 1
-        if trial_continues and not is_falling and self._arm in rates and self._arm != best:
+        if trial_continues and self._arm in rates and self._arm != best:
             self._trial = before
             return self._adopt(self._arm, forecasts, "better than the best so far")
-        may_try = not (is_falling or self._is_reading_prompt)
-        trial_arm = self._find_due_trial(best, rates, forecasts, guesses) if may_try else None
+        trial_arm = None if self._is_reading_prompt else self._find_due_trial(best, rates, forecasts, guesses)
         if trial_arm is not None:
             self._trial = ArmTrial(rates[best] * self._required_gain(trial_arm))
             return self._adopt(trial_arm, forecasts, self._explain_trial(trial_arm, rates))
@@ -251,11 +250,24 @@ class Policy:
         """
         counted, self._counted_ms = self._counted_ms, 0.0
         if counted and self._plan is not None and self._arm is not None and self._active == 1:
-            self._records[self._arm].forecast_tokens += self._formula().forecast(self._plan)[1] * counted
+            self._records[self._arm].forecast_tokens += self._formula(1).forecast(self._plan)[1] * counted
+
+    def _choose_expected(
+        self, rates: dict[Arm, float], guesses: dict[Arm, float], forecasts: dict[Arm, Forecast]
+    ) -> Arm:
+        """Chooses after requests have ended: the others may end soon, so nothing is tried, and an arm unmeasured
+        at this load counts with its rate at a larger one."""
+        others = {
+            arm: guess / POLICY.stay_margin for arm, guess in guesses.items() if self._beats_alternative(arm, forecasts)
+        }
+        expected = others | rates
+        best = max(expected, key=expected.__getitem__)
+        why = self._explain_best(best, rates[best]) if best in rates else "expected from its rate with more requests"
+        return self._adopt(best, forecasts, why)
 
     def _explain_best(self, arm: Arm, worth: float) -> str:
         """Explains the best arm; only a measured rate is shown, since a forecast is not comparable with a run's."""
-        source = self._records.get(arm, ArmRecord()).source
+        source = self._records[arm].source
         if source in (MEASURED, MEASURED_BEFORE):
             return f"fastest {source} ({worth * self._required_gain(arm) * 1000:.0f} tokens/s)"
         return f"fastest by {source}" if source else "expected to be fastest, not measured yet"
@@ -271,8 +283,7 @@ class Policy:
     def _current_rates(self, forecasts: dict[Arm, Forecast]) -> dict[Arm, float]:
         """Returns the rates of the measured arms at this load; with one request those of all arms for this text."""
         if self._active > 1:
-            records = self._records.items()
-            return {arm: rate for arm, record in records if record.source and (rate := record.rate) is not None}
+            return _measured_rates(self._records)
         rates = {}
         for arm, (_, formula) in forecasts.items():
             record = self._records.setdefault(arm, ArmRecord(last_episode=self._episode))
@@ -337,15 +348,34 @@ class Policy:
     def _episodes_since(self, arm: Arm) -> float:
         return self._episode - self._records[arm].last_episode
 
-    def _forecasts(self) -> dict[Arm, Forecast]:
+    def _forecast_error(self, arm: Arm, rate: float) -> float:
+        """Returns the arm's measured rate over its forecast `rate`, at the nearest load; 1 if nothing was measured."""
+        here = _load_class(self._active)
+        rates = {load: _measured_rates(records).get(arm) for load, records in self._records_by_load.items()}
+        measured = {load: value for load, value in rates.items() if value is not None}
+        if not measured:
+            return 1.0
+        nearest = min(measured, key=lambda load: abs(load - here))
+        forecast = rate if nearest == here else self._forecasts(1 << nearest)[arm][1]
+        age = self._episode - self._records_by_load[nearest][arm].last_episode if self._active > 1 else 0
+        return math.pow(
+            measured[nearest] / forecast, 0.5 ** (abs(nearest - here) + age / POLICY.error_half_life_episodes)
+        )
+
+    def _forecasts(self, at_once: int) -> dict[Arm, Forecast]:
         """Returns the forecast of each arm. Tuned arms count for one request only, as tune measures them."""
-        arms = [*(self._tuned.values() if self._active == 1 else ()), *self._base_arms]
-        formula = self._formula()
+        arms = [*(self._tuned.values() if at_once == 1 else ()), *self._base_arms]
+        formula = self._formula(at_once)
         return {arm: formula.forecast(arm) for arm in arms}
 
-    def _formula(self) -> Forecasts:
-        texts = self.acceptance if self.acceptance is not None and self._active == 1 else self.estimates
-        return Forecasts(self.estimates, texts, self._active, self.max_depth, self.branches, self.fixed)
+    def _formula(self, at_once: int) -> Forecasts:
+        texts = self.acceptance if self.acceptance is not None and at_once == 1 else self.estimates
+        return Forecasts(self.estimates, texts, at_once, self.max_depth, self.branches, self.fixed)
+
+
+def _measured_rates(records: dict[Arm, ArmRecord]) -> dict[Arm, float]:
+    """Returns the rates of the arms that have one."""
+    return {arm: rate for arm, record in records.items() if record.source and (rate := record.rate) is not None}
 
 
 def _load_class(active: int) -> int:
