@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import scipy
 
+from outrider.drafters.drafter import DrafterFault
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.flat import TokenRope
 from outrider.engine.kv_cache import CacheSlot
@@ -332,10 +333,9 @@ def test_nodes_outside_the_tree_are_refused(loaded: Loaded) -> None:
             wrong()
 
 
-@pytest.mark.parametrize("prompt", [[], [258], [-1, 3]])
-def test_invalid_prompt_is_refused(loaded: Loaded, prompt: list[int]) -> None:
-    with pytest.raises(InvalidRequest):
-        MlxDrafter(loaded("llama")).open(prompt, GREEDY)
+def test_prompt_with_a_token_outside_the_vocabulary_is_refused(loaded: Loaded) -> None:
+    with pytest.raises(DrafterFault, match="token 258 is not among"):
+        MlxDrafter(loaded("llama")).open([1, 258], GREEDY)
 
 
 def one_position_a_row(rope: Callable[..., mx.array], x: mx.array, offset: int | mx.array = 0) -> mx.array:
