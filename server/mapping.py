@@ -173,13 +173,13 @@ def _parse_logit_bias(given: Mapping[str, float] | None) -> tuple[tuple[int, flo
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """`param` is the request's field. `loose`: the grammar may omit parts of the schema that it can't enforce;
-    `is_lenient`: it does."""
+    """`param` is the request's field. `loose`: the grammar may omit parts of the schema that it can't enforce; then
+    `checked` is the schema, as JSON, for a check after generation."""
 
     grammar: Grammar
     param: str
     loose: bool = False
-    is_lenient: bool = False
+    checked: str | None = None
 
 
 def get_output_format(payload: Sampling) -> OutputFormat | None:
@@ -278,7 +278,7 @@ def build_answer_grammar(
 
 
 def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> OutputFormat | None:
-    """Returns a format that can be enforced, at least in part if it is loose. Raises Problem."""
+    """Returns a format that can be enforced, `checked` if its grammar omits part of the schema. Raises Problem."""
     if form is None:
         return None
     try:
@@ -292,7 +292,7 @@ def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> Outp
             lenient = Grammar.json_schema(schema)  # without what the library does not support
             with suppress(InvalidRequest):
                 check_grammar(lenient, model.vocabulary)
-                return replace(form, grammar=lenient, is_lenient=True)
+                return replace(form, grammar=lenient, checked=form.grammar.text)
         raise Problem(f"{form.param}: {error}", form.param) from None
 
 

@@ -120,6 +120,11 @@ class Outrider < Formula
     sha256 "85ece4451f492d0c13c5dd7c13a64681a86afae63a5f347908daf103ce6d2f67"
   end
 
+  resource "jsonschema_rs" do
+    url "https://files.pythonhosted.org/packages/e2/dd/d7f3f466be892a0d5f7e2d0684a09e40ac271ff11f5f031e2df726135ec3/jsonschema_rs-0.61.2-cp310-abi3-macosx_11_0_arm64.whl", using: :nounzip
+    sha256 "449239d05754d7ccd8aea3ec7d7f745f77eea706b36e417a2f39519a55e737cc"
+  end
+
   resource "llguidance" do
     url "https://files.pythonhosted.org/packages/6e/6e/f4acb8bd966e3533ebc888eeb7854482ece71668e002401a41bbfe37dd07/llguidance-1.9.1-cp39-abi3-macosx_11_0_arm64.whl", using: :nounzip
     sha256 "a942487cd6221b793df3a11450881a6c9d25a45460a900c56d99b682633c45fe"

@@ -300,15 +300,16 @@ def merge_updates(item: StreamItem, later: StreamItem) -> PartUpdate | None:
 class AnswerPlan:
     """The choices to generate, and what was requested of them.
 
-    `prompt_tokens`: of all prompts. `is_chat`: the prompt is a conversation. `notes`: what no grammar enforces.
-    `speculation`: options of the client's `stream`. `timeout`: in seconds.
+    `prompt_tokens`: of all prompts. `is_chat`: the prompt is a conversation, whose tools are `box`. `form`: the output
+    format. `speculation`: options of the client's `stream`. `timeout`: in seconds.
     """
 
     model: ServedModel
     prompt_tokens: int
     choices: list[ChoiceState]
     is_chat: bool = True
-    notes: Sequence[str] = ()
+    box: Toolbox = field(default_factory=Toolbox)
+    form: mapping.OutputFormat | None = None
     speculation: dict[str, Any] = field(default_factory=dict)
     timeout: float | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -352,6 +353,4 @@ def plan_answer(
             detokenizer = TextStream(model.codec.spelling, prompt.tokens, own.stop, ends) if by_token else None
             choices.append(ChoiceState(len(choices), prompt, own, splitter, detokenizer, box.single))
     prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
-    left_out = "the grammar enforces only a part of this schema; with strict it is refused"
-    notes = [f"{form.param}: {left_out}"] if form is not None and form.is_lenient else []
-    return AnswerPlan(model, prompt_tokens, choices, is_chat, notes, speculation, payload.timeout)
+    return AnswerPlan(model, prompt_tokens, choices, is_chat, box, form, speculation, payload.timeout)

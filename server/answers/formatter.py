@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import secrets
 import sys
 from abc import ABC, abstractmethod
@@ -33,6 +34,7 @@ FINGERPRINT = f"outrider-{__version__}"
 DONE = b"data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0
 """OpenAI's value for an impossible token."""
+_MAX_REASON_CHARS, _MAX_BACKTRACKS = 300, 10_000
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
@@ -168,7 +170,7 @@ class CompletionFormatter(AnswerFormatter):
     def format_response(self) -> BaseModel:
         """Returns the full response. Usage and timings include all choices, even those that are not returned."""
         kept = self._returned_choices()
-        numbers = build_statistics(self.plan.choices, self.plan.notes, kept[0])
+        numbers = build_statistics(self.plan.choices, describe_schema_violations(self.plan, kept), kept[0])
         choices = list(map(self._format_choice, kept))
         return self.response(**self._common, choices=choices, usage=self._build_usage(), **numbers)
 
@@ -205,7 +207,7 @@ class CompletionFormatter(AnswerFormatter):
     def _event(self, choices: list[BaseModel], ended: Sequence[ChoiceState] = (), **more: Any) -> bytes:
         """Returns an event. `ended`: the choices whose timings it reports."""
         if ended:
-            more |= build_statistics(ended, self.plan.notes)
+            more |= build_statistics(ended, describe_schema_violations(self.plan, ended))
         return event(to_json(self.chunk(**self._common, choices=choices, **more)))
 
 
@@ -308,3 +310,44 @@ class LogprobFormatter:
 
 def collect_logprobs(chunks: Sequence[Chunk]) -> list[TokenLogprob]:
     return [row for chunk in chunks for row in chunk.logprobs or ()]
+
+
+def describe_schema_violations(plan: AnswerPlan, choices: Sequence[ChoiceState]) -> list[str]:
+    """Checks answers and non-strict tool calls against the parts of their schemas that the grammar did not enforce,
+    such as uniqueItems, and describes each violation."""
+    found = []
+    if plan.form is not None and plan.form.checked is not None:
+        schema = json.loads(plan.form.checked)
+        for choice in (choice for choice in choices if choice.finish != "length" and not choice.calls):
+            if (why := _find_violation(schema, choice.text)) is not None:
+                found.append(
+                    f"{plan.form.param}: choice {choice.index} does not satisfy its schema: {why}; the grammar can't"
+                    " enforce this part of it, and with strict the request is refused"
+                )
+    functions = (tool["function"] for tool in plan.box.tools)
+    by_name = {one["name"]: one["parameters"] for one in functions if one["name"] not in plan.box.strict}
+    for call in (call for choice in choices for call in choice.calls if call.name in by_name):
+        if (why := _find_violation(by_name[call.name], call.arguments)) is not None:
+            found.append(f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why}")
+    return found
+
+
+def _find_violation(schema: Any, text: str) -> str | None:
+    """Returns how the JSON `text` violates the schema, or why that can't be checked; None if it does not.
+
+    Patterns take limited time, and remote references are not fetched.
+    """
+    import jsonschema_rs  # deferred: few schemas need it
+
+    patterns = jsonschema_rs.FancyRegexOptions(backtrack_limit=_MAX_BACKTRACKS)  # with look-around
+    try:
+        validator = jsonschema_rs.validator_for(schema, retriever=_refuse_retrieval, pattern_options=patterns)
+        return next((str(error.message)[:_MAX_REASON_CHARS] for error in validator.iter_errors(json.loads(text))), None)
+    except json.JSONDecodeError as error:
+        return str(error)
+    except ValueError as error:
+        return f"the schema can't be checked ({error})"[:_MAX_REASON_CHARS]
+
+
+def _refuse_retrieval(_uri: str) -> Any:
+    raise ValueError("remote references in schemas are not supported")

@@ -27,7 +27,13 @@ from outrider.server.answers.choices import (
     ThinkingPart,
     plan_answer,
 )
-from outrider.server.answers.formatter import BlockFormatter, PlacedToken, build_statistics, typed_event
+from outrider.server.answers.formatter import (
+    BlockFormatter,
+    PlacedToken,
+    build_statistics,
+    describe_schema_violations,
+    typed_event,
+)
 from outrider.server.endpoints.json_route import JsonRoute, response_docs
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall, add_turn
@@ -263,7 +269,7 @@ class ResponseFormatter(BlockFormatter):
             status=_status(choice),
             incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
             usage=usage,
-            **build_statistics([choice], [*self._notes, *plan.notes]),
+            **build_statistics([choice], [*self._notes, *describe_schema_violations(plan, [choice])]),
         )
 
     def _build_item(self, part: Part, status: str) -> Output:

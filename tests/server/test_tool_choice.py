@@ -242,34 +242,40 @@ def test_a_large_answer_is_compressed_and_a_stream_is_not(chat: RunningServer, s
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("keywords", [{}, {"uniqueItems": True}])
-def test_constraints_outside_the_grammar_are_left_out_with_a_note_unless_strict(
-    chat: RunningServer, keywords: dict[str, Any], stream: bool
+@pytest.mark.parametrize("ones", [1, 2])
+def test_constraints_outside_the_grammar_are_checked_afterwards_unless_strict(
+    chat: RunningServer, ones: int, stream: bool
 ) -> None:
-    schema = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2, **keywords}
+    """The schema demands a list of `ones` equal but unique items; the grammar does not enforce `uniqueItems`."""
+    schema = {"type": "array", "items": {"const": 1}, "minItems": ones, "maxItems": ones, "uniqueItems": True}
     form: dict[str, Any] = {"name": "s", "schema": schema}
     body = {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": form}, "stream": stream}
     text = post(chat, **body).text
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")] or [json.loads(text)]
     notes = " ".join(events[-1]["outrider"]["notes"])
-    assert ("response_format: the grammar enforces only a part" in notes) is bool(keywords)
+    assert ("response_format: choice 0 does not satisfy its schema" in notes) is (ones == 2)
     strict = {**body, "response_format": {"type": "json_schema", "json_schema": {**form, "strict": True}}}
     refused = post(chat, **strict)
-    assert refused.status_code == (400 if keywords else 200) and ("uniqueItems" in refused.text) is bool(keywords)
+    assert refused.status_code == 400 and "uniqueItems" in refused.text
     asked = {"input": "hi", "text": {"format": {"type": "json_schema", **form}}}
     answer = httpx.post(f"{chat.url}/v1/responses", json=asked, timeout=200).json()
-    assert any("text.format: the grammar" in note for note in answer["outrider"]["notes"]) is bool(keywords)
+    assert any("text.format: choice 0" in note for note in answer["outrider"]["notes"]) is (ones == 2)
 
 
 def test_pattern_that_no_grammar_can_enforce_is_left_out_unless_strict(chat: RunningServer) -> None:
-    """JSON Schema allows look-around, and clients' libraries write it; the grammar's library rejects it."""
+    """JSON Schema allows look-around, and clients' libraries write it; the grammar's library rejects it.
+
+    The complete text is checked.
+    """
     city = {"type": "string", "maxLength": 8, "pattern": "^(?!x).*$"}
     schema = {"type": "object", "properties": {"city": city}, "required": ["city"], "additionalProperties": False}
     form: dict[str, Any] = {"name": "s", "schema": schema}
     body: dict[str, Any] = {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": form}}
-    answer = post(chat, **body)
-    assert set(json.loads(message(answer)["content"])) == {"city"}
-    assert "the grammar enforces only a part of this schema" in answer.text
+    for pattern, is_met in (("(?=%)%%", False), ("^(?!x).*$", True)):
+        city["pattern"] = pattern
+        answer = post(chat, **body)
+        assert set(json.loads(message(answer)["content"])) == {"city"}
+        assert ("choice 0 does not satisfy its schema" in answer.text) is not is_met
     function = {"name": "get_weather", "parameters": schema}
     for tool in ({**function}, {**function, "strict": True}):
         asked = {"messages": HELLO, "tools": [{"type": "function", "function": tool}], "tool_choice": NAMED}
@@ -281,12 +287,16 @@ def test_pattern_that_no_grammar_can_enforce_is_left_out_unless_strict(chat: Run
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_strict_tool_is_constrained_when_the_model_may_choose(chat: RunningServer, strict: bool) -> None:
+@pytest.mark.parametrize("city", ["Paris", "Rome"])
+def test_unconstrained_tool_arguments_are_validated_afterwards(chat: RunningServer, city: str, strict: bool) -> None:
     """The scripted model writes Paris, unless a strict tool's grammar forbids it."""
-    schema = {"type": "object", "properties": {"city": {"const": "Rome"}}}
+    schema = {"type": "object", "properties": {"city": {"const": city}}}
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema, "strict": strict}}
-    found = calls(post(chat, messages=HELLO, tools=[tool]))
-    assert len(found) == 1 and found[0][1].get("city") != ("Paris" if strict else "Rome")
+    answer = post(chat, messages=HELLO, tools=[tool])
+    assert len(calls(answer)) == 1
+    notes = answer.json().get("outrider", {}).get("notes") or []
+    found = [note for note in notes if note.startswith("tools: the arguments of a call of get_weather do not satisfy")]
+    assert len(found) == (city == "Rome" and not strict)
 
 
 def tool_of(parameters: dict[str, Any]) -> dict[str, Any]:
