@@ -121,7 +121,10 @@ class Editor:
         try:
             entry = self._session.prompt(PROMPT)
             block = re.fullmatch(rf"\s*{FENCE}(.*){FENCE}\s*", entry, re.DOTALL)
-            return block[1].strip("\n") if block else entry
+            if block is None:
+                return entry
+            text = block[1].strip("\n")
+            return f" {text}" if text.startswith("/") and "\n" not in text else text  # a block is no command
         except EOFError:
             return None
         finally:  # a signal can end the session before it has restored the terminal

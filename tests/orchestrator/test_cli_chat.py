@@ -340,16 +340,18 @@ def test_multiline_messages_are_sent_and_kept_in_the_history(server, tmp_path):
         assert b"The conversation is cleared." in session.send_message(b"/cl\t")
         session.send_message(b'"""\r/clear\r\rx\r"""')
         session.send_message(b"/clear")
+        session.send_message(b'"""/quit"""')
+        session.send_message(b"/clear")
         session.send_message(b"one\\\rtwo\x1b\rthree")
         assert session.quit() == 0
-    messages = ["def f():\n    a\n/undo\n", "/clear\n\nx", "one\ntwo\nthree"]
+    messages = ["def f():\n    a\n/undo\n", "/clear\n\nx", " /quit", "one\ntwo\nthree"]
     assert prompts(server) == [f"<|endoftext|>{text}" for text in messages]
     history = tmp_path / "outrider" / "chat_history"
     assert history.stat().st_mode & 0o777 == 0o600
     with ChatProcess(tmp_path, "--connect", server.endpoint) as session:
         session.expect(READY)
         session.send_message(b"\x1b[A\x1b[A")  # /quit is the newest
-        assert prompts(server)[3] == prompts(server)[2]
+        assert prompts(server)[4] == prompts(server)[3]
         session.process.terminate()
         assert session.process.wait(200) == 128 + signal.SIGTERM and session.attributes == session.initial_attributes
 
