@@ -1,4 +1,4 @@
-"""Formats answers for an API, whole or as a stream of events: text, usage, log-probabilities, statistics."""
+"""Formats answers for an API, whole or as events: text, usage, log-probabilities, statistics, violated schemas."""
 
 from __future__ import annotations
 
