@@ -57,13 +57,12 @@ class Planner:
         self.merges = settings.trees and not settings.full_depth  # chains into trees, where the target can verify them
         self._policies: dict[tuple[DraftSources, int | None, int | None, bool, str], Policy] = {}
         self._forward_ns = 0
-        self._is_reading_prompt = False
 
-    def set_load(self, active: int, reading: bool) -> None:
-        """Sets how many requests run; `reading`: the target still reads a prompt of one of them."""
-        self.estimates.active, self._is_reading_prompt = max(active, 1), reading
+    def set_load(self, active: int) -> None:
+        """Sets how many requests run."""
+        self.estimates.active = max(active, 1)
         for policy in self._policies.values():
-            policy.set_load(active, reading)
+            policy.set_load(active)
 
     def learned(self) -> tuple[Tuning, ...]:
         """Returns the records for the next server: one for each temperature class with measured or stored arms. A
@@ -258,7 +257,7 @@ class Planner:
             fixed = admit.branches is not None
             branches = self._max_branches(admit, sources.workers)
             policy = Policy(self.estimates, modes, self._max_depth(admit), branches, fixed, sources.others)
-            policy.set_load(self.estimates.active, self._is_reading_prompt)
+            policy.set_load(self.estimates.active)
             for records in (self._tunings, self._stored) if sources.workers or sources.others else ():
                 record = nearest_record(records, admit.sampling.temp)
                 if record is not None and (records is self._tunings or record.is_greedy == (admit.sampling.temp == 0)):

@@ -80,7 +80,7 @@ class Scheduler:
 
     def begin(self, admit: Admit, now_ns: int) -> None:
         """Begins a request: OPEN to the target and to the drafters, which all read the prompt at once."""
-        self._planner.set_load(len(self._requests) + 1, reading=True)
+        self._planner.set_load(len(self._requests) + 1)
         request = self._requests[admit.request] = self._create_request(admit, now_ns)
         self._open_waiting()
         self._workers.flush_and_yield()
@@ -159,8 +159,6 @@ class Scheduler:
             self._workers.flush_and_yield()
         for round_ in settled:
             self._record(round_, now_ns)
-        if any(round_.read for round_ in settled):
-            self._update_planner()
 
     def _handle_one(self, sender: str, message: messages.Message, now_ns: int, settled: list[SettledRound]) -> None:
         if isinstance(message, messages.WorkerNote):
@@ -303,10 +301,6 @@ class Scheduler:
             if not has_note and sender in (TARGET_NAME, *request.draft.drafters):
                 request.sequence.add_note(f"{sender}: {note.message}")
 
-    def _update_planner(self) -> None:
-        """Updates the planner's load: how many requests run, and whether prompts are still read."""
-        self._planner.set_load(len(self._requests), any(request.round.reads for request in self._requests.values()))
-
     # --- opening and ending ---------------------------------------------------------------------------------------
 
     def _create_request(self, admit: Admit, now_ns: int) -> Request:
@@ -363,5 +357,5 @@ class Scheduler:
         self._remote_prefills.forget(request)
         self._workers.send_target(messages.Close(request.id))
         self._draft_pool.close(request)
-        self._update_planner()
+        self._planner.set_load(len(self._requests))
         self._open_waiting()

@@ -221,7 +221,7 @@ def test_best_drafter_is_learned_and_kept_per_kind_of_text() -> None:
     again = Planner(round_settings(4, 16), memory=first.learned(), abilities=lambda: Abilities(drafters=(GOOD,)))
     for kind, drafter in best.items():
         assert again.first_plan(make_admit(), 1, new_text(again, kind))[0].drafter == drafter
-    again.set_load(2, 0)
+    again.set_load(2)
     assert again.first_plan(make_admit(), 1, new_text(again, REPEATING_TEXT))[0] == plan(again, make_admit())
 
 

@@ -252,28 +252,6 @@ def run_concurrent(policy: Policy, rates: dict[str, float], rounds: int, active:
     return seen
 
 
-def test_policy_pauses_trials_and_measurements_while_prompts_are_read() -> None:
-    policy = Policy(Estimates(), MODES, 4, 16)
-    policy.set_load(8)
-    rates = rates_of(ar=0.3, sd=0.1, ssd=0.2)
-    run_concurrent(policy, rates, 100 * POLICY.episode_rounds)
-    assert policy.plan().mode == "ar"
-    known = list(policy.learned())
-    policy.set_load(8, reading=True)
-    disturbed = rates_of(ar=0.01, sd=0.01, ssd=0.01)
-    assert run_concurrent(policy, disturbed, 5 * POLICY.episode_rounds)["ar"] == 5 * POLICY.episode_rounds * 8
-    assert list(policy.learned()) == known
-    policy.set_load(8)
-    assert run_concurrent(policy, rates, 10 * POLICY.episode_rounds)["ar"] > 9 * POLICY.episode_rounds * 8
-
-
-def test_rounds_count_if_some_prompt_is_always_being_read() -> None:
-    policy = Policy(Estimates(), MODES, 4, 16)
-    policy.set_load(8, reading=True)
-    run_concurrent(policy, rates_of(ar=0.3, sd=0.1, ssd=0.2), 20 * POLICY.episode_rounds)
-    assert list(policy.learned())
-
-
 def test_old_measurement_with_concurrent_requests_yields_to_the_forecast() -> None:
     """A mode that was slow once, on a busy machine, is tried again if the formula forecasts it to be the fastest."""
     estimates = Estimates()

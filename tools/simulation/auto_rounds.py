@@ -185,12 +185,12 @@ class Server:
         for text in running:
             looks = classify_text(text.prompt, False, text.kind.is_code_like)
             text.acceptance = self.planner.open_text(looks, greedy=True)
-        self.planner.set_load(len(running), unread > 0)
+        self.planner.set_load(len(running))
         while running:
             spent += self._round(running, 1.35 if unread > 0 else 1.0)
             running = [text for text in running if text.at < text.length]
             unread -= 1.0 if self._last.mode == "ar" else 0.6
-            self.planner.set_load(len(running), unread > 0)
+            self.planner.set_load(len(running))
         return spent
 
     # --- a round --------------------------------------------------------------------------------------------------

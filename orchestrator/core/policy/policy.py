@@ -120,9 +120,7 @@ class Policy:
     _rounds: int = 0
     _trial: ArmTrial | None = None
     _is_baseline: bool = False
-    _is_reading_prompt: bool = False
     _load_fell: bool = False
-    _rounds_while_reading: int = 0
     _warm_up_rounds: int = 0
 
     def start_from(self, choices: Iterable[TunedArm]) -> None:
@@ -147,16 +145,12 @@ class Policy:
                 if record.rate is not None and record.source == MEASURED:
                     yield TunedArm(arm.mode, arm.depth, arm.branches, 1000 * record.rate, True, 1 << load, arm.drafter)
 
-    def set_load(self, active: int, reading: bool = False) -> None:
-        """Sets how many requests run; another load has its own records.
-
-        `reading`: the target still reads a prompt. With several requests no trial begins meanwhile.
-        """
+    def set_load(self, active: int) -> None:
+        """Sets how many requests run; another load has its own records."""
         if _load_class(active) != _load_class(self._active):
             self._add_forecast_tokens()
             self._plan, self._load_fell = None, active < self._active
         self._active = max(active, 1)
-        self._is_reading_prompt = reading and active > 1
 
     def plan(self) -> Arm:
         """Returns the plan for the next round, and chooses again when that is due."""
@@ -187,9 +181,6 @@ class Policy:
         """Records a round of one request under `plan`, which verified a branch if it was a `hit`; the others are
         assumed to gain as many tokens in that time."""
         if plan != self._plan or self._arm is None:
-            return
-        self._rounds_while_reading = self._rounds_while_reading + 1 if self._is_reading_prompt else 0
-        if 0 < self._rounds_while_reading <= 2 * POLICY.min_known_rounds * self._active:
             return
         self._rounds += 1
         if hit:
@@ -237,7 +228,7 @@ class Policy:
         if trial_continues and self._arm in rates and self._arm != best:
             self._trial = before
             return self._adopt(self._arm, forecasts, "better than the best so far")
-        trial_arm = None if self._is_reading_prompt else self._find_due_trial(best, rates, forecasts, guesses)
+        trial_arm = self._find_due_trial(best, rates, forecasts, guesses)
         if trial_arm is not None:
             self._trial = ArmTrial(rates[best] * self._required_gain(trial_arm))
             return self._adopt(trial_arm, forecasts, self._explain_trial(trial_arm, rates))
