@@ -230,7 +230,6 @@ def test_version_is_printed(run):
         (["serve", "--mode", "fast"], 2, "mode is 'fast'"),
         (["serve", "--host", "0.0.0.0"], 2, "needs an API key"),
         (["serve", "--cors-origin", "http://["], 2, "cors_origin is 'http://['; expected an origin such as"),
-        (["serve", "--otlp-endpoint", "http://["], 2, "otlp_endpoint is 'http://['; expected a collector's URL"),
         (["serve", "--api-key-file", "/no/such"], 2, "/no/such can't be read"),
         (["worker", "cook", "--connect", "ipc:///x"], 2, "invalid choice"),
         (["worker", "draft", "--connect", "nowhere"], 4, "not an endpoint"),
