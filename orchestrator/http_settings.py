@@ -103,8 +103,8 @@ class HttpSettings:
         values.check_fields(self)
         if not self.api_keys and not self.is_loopback:
             raise InvalidRequest(
-                f"host {self.host} is reachable from other machines and needs an API key; expected --api-key,"
-                " --api-key-file or OUTRIDER_API_KEY, or a loopback host such as 127.0.0.1"
+                f"host {self.host} is reachable from other machines and needs an API key; expected one in api_keys"
+                " (--api-key), api_key_file or OUTRIDER_API_KEY, or a loopback host such as 127.0.0.1"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidRequest("TLS needs a certificate and its key; expected both --tls-cert and --tls-key, or none")
