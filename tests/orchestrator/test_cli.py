@@ -478,9 +478,9 @@ def replays(monkeypatch):
     """Records the arguments of each replay, and reports that every token is the target's."""
     recorded = []
 
-    def certify(folder, tokens, generated, sampling, progress, ends, kernels):
-        recorded.append((folder, tuple(tokens), tuple(generated), sampling))
-        return Report(len(generated), len(generated), (), (), 1024)
+    def certify(claim, progress, kernels):
+        recorded.append((Path(claim.model), claim.tokens, claim.generated, claim.sampling))
+        return Report(len(claim.generated), len(claim.generated), (), (), 1024)
 
     monkeypatch.setattr("outrider.orchestrator.cli.verify.certify", certify)
     return recorded
@@ -532,7 +532,7 @@ def test_verify_replays_end_tokens_as_the_server_does(run, codec, output, monkey
         "outrider.orchestrator.cli.verify.certify", lambda *given: replayed.append(given) or Report(1, 1, (), (), 99)
     )
     assert run("verify", str(file))[0] == 0
-    assert set(replayed[0][5]) == (set() if ignored else codec.eos)
+    assert set(replayed[0][0].ends) == (set() if ignored else codec.eos)
 
 
 @pytest.mark.parametrize(
