@@ -221,15 +221,11 @@ class EngineActor:
     async def lease(self, ingress_key: IngressKey) -> AsyncIterator[EngineAddress]:
         """Yields the address, then stays open until either side ends it, so that Ray Serve counts the requests in
         progress, and the ingress notices at once when the engine ends."""
-        gone = self._register(ingress_key)
+        if ingress_key not in self._gone and self._keyring is not None:
+            self._keyring.allow_key(CLIENT, ingress_key.key)
+        gone = self._gone[ingress_key]
         yield self._place
         await gone.wait()
-
-    async def place(self, ingress_key: IngressKey | None = None) -> EngineAddress:
-        """Returns the address, without a lease."""
-        if ingress_key is not None:
-            self._register(ingress_key)
-        return self._place
 
     async def report(self) -> tuple[EngineAddress, Stats]:
         """Returns the address and current statistics."""
@@ -248,12 +244,6 @@ class EngineActor:
                 self._gone.pop(ingress_key).set()
                 if self._keyring is not None:
                     self._keyring.revoke(ingress_key.key)
-
-    def _register(self, ingress_key: IngressKey) -> asyncio.Event:
-        """Returns an event that is set when the ingress is gone."""
-        if ingress_key not in self._gone and self._keyring is not None:
-            self._keyring.allow_key(CLIENT, ingress_key.key)
-        return self._gone[ingress_key]
 
 
 class PlacedEngine(EngineActor):

@@ -80,23 +80,20 @@ class EngineLeases:
 
     async def stats(self) -> Stats:
         """Returns the sum of the statistics of the engines that answer. Raises EndpointError if none does."""
-        places = chain(*await asyncio.gather(*(asyncio.to_thread(self._addresses, kind) for kind in self._kinds)))
-        answers = await asyncio.gather(*(self._client_for(place).stats() for place in places), return_exceptions=True)
+        reports = await asyncio.gather(*(asyncio.to_thread(self._reports, kind) for kind in self._kinds))
         found = []
-        for number, stats in enumerate(answers):
-            if isinstance(stats, Stats):  # worker names become unique across engines
-                workers = tuple(structs.replace(one, name=f"{number}/{one.name}") for one in stats.workers)
-                found.append(structs.replace(stats, workers=workers))
+        for number, stats in enumerate(chain.from_iterable(reports)):  # worker names become unique across engines
+            workers = tuple(structs.replace(one, name=f"{number}/{one.name}") for one in stats.workers)
+            found.append(structs.replace(stats, workers=workers))
         if not found:
             raise EndpointError(NO_ENGINE_MESSAGE)
         return reduce(_add_stats, found)
 
-    def _addresses(self, kind: DeploymentHandle[Any]) -> list[EngineAddress]:
-        """Returns the addresses of the engines that answer. It blocks: `results_async` has none if one engine hangs."""
+    def _reports(self, kind: DeploymentHandle[Any]) -> list[Stats]:
+        """Returns the answering engines' statistics. It blocks: `results_async` has none if one engine hangs."""
         with suppress(RayError, RayServeException, TimeoutError):
-            replies = kind.broadcast("place", self._ingress_key)
-            replied = replies.results(timeout_s=LEASE_TIMEOUT_SECONDS, return_exceptions=True)
-            return [place for place in replied if isinstance(place, EngineAddress)]
+            replies = kind.broadcast("report").results(timeout_s=LEASE_TIMEOUT_SECONDS, return_exceptions=True)
+            return [reply[1] for reply in replies if not isinstance(reply, Exception)]
         return []
 
     async def complete(self, session: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, None]]) -> None:
@@ -127,7 +124,7 @@ class EngineLeases:
     def connect(self) -> None:
         """Makes Serve resolve the engines now, so that the first request need not wait for it."""
         for kind in self._kinds:
-            self._addresses(kind)
+            self._reports(kind)
 
     def _connect_to(self, place: EngineAddress) -> AsyncClient:
         where = EngineAddress(place.own) if place.own and place.host == self._host else place

@@ -7,20 +7,18 @@ socket.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from outrider.orchestrator.settings import count, setting, switch
-from outrider.protocol import values, version
+from outrider.protocol import values
 from outrider.protocol.endpoints import Tcp, is_local
 from outrider.protocol.errors import InvalidRequest
 
 HTTP = "HTTP"
 MAX_WAIT_SECONDS = 86_400
-COLLECTOR_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 def _check_host(name: str, value: object) -> str:
@@ -47,26 +45,12 @@ def _check_model_names(name: str, value: object) -> tuple[str, ...]:
 def _check_origins(name: str, value: object) -> tuple[str, ...]:
     origins = values.check_texts(name, value)
     for origin in origins:
-        parts = _split_url(origin)
+        parts = urlsplit("")
+        with suppress(ValueError):  # it is malformed, such as http://[
+            parts = urlsplit(origin)
         if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
             raise InvalidRequest(f"cors_origin is {origin!r}; expected an origin such as https://host:port, or *")
     return origins
-
-
-def _split_url(url: str) -> SplitResult:
-    """Returns the parts of a URL; without any if it is malformed, such as http://[."""
-    with suppress(ValueError):
-        return urlsplit(url)
-    return urlsplit("")
-
-
-def _check_collector(name: str, value: object) -> str:
-    url = values.check_text(name, value)
-    parts = _split_url(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidRequest(f"{name} is {url!r}; expected a collector's URL such as http://127.0.0.1:4318")
-    version.require_extra("otel", name)
-    return url
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +59,7 @@ class HttpSettings:
 
     - `api_keys`: a request must have one of them; empty: none is required, on loopback only. `model_names`: the model's
       id first; empty: its own name. `cors_origins`: web pages of these origins may send requests.
-    - `request_timeout`: seconds after which an answer ends with an error. `otlp_endpoint`: the URL of a collector for
-      the spans of traced requests; None: by the environment (OTEL_...), if it names one.
+    - `request_timeout`: seconds after which an answer ends with an error.
 
     Raises:
         InvalidRequest: a value is out of range, or two exclude each other; the message says what is allowed.
@@ -115,17 +98,13 @@ class HttpSettings:
         True, HTTP,
         help="refuse tools for a model whose chat template has none, instead of describing them in the system prompt",
     )  # fmt: skip
-    otlp_endpoint: str | None = setting(
-        None, _check_collector, HTTP, "URL",
-        help="OpenTelemetry collector for traces, like http://127.0.0.1:4318 (default: OTEL_... in the environment)",
-    )  # fmt: skip
 
     def __post_init__(self) -> None:
         values.check_fields(self)
         if not self.api_keys and not self.is_loopback:
             raise InvalidRequest(
-                f"host {self.host} is reachable from other machines and needs an API key; expected --api-key,"
-                " --api-key-file or OUTRIDER_API_KEY, or a loopback host such as 127.0.0.1"
+                f"host {self.host} is reachable from other machines and needs an API key; expected one in api_keys"
+                " (--api-key), api_key_file or OUTRIDER_API_KEY, or a loopback host such as 127.0.0.1"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidRequest("TLS needs a certificate and its key; expected both --tls-cert and --tls-key, or none")
@@ -140,13 +119,6 @@ class HttpSettings:
     @property
     def scheme(self) -> str:
         return "https" if self.tls_cert is not None else "http"
-
-
-def is_tracing_enabled(settings: HttpSettings, environment: Mapping[str, str]) -> bool:
-    """Whether spans are exported, by the settings or by OpenTelemetry's environment variables."""
-    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
-        return False
-    return settings.otlp_endpoint is not None or any(environment.get(name) for name in COLLECTOR_VARIABLES)
 
 
 def _check_certificate(cert: str, key: str) -> None:

@@ -1,4 +1,4 @@
-"""The numbers that processes report: memory, counts, durations, and the report of a replay.
+"""The numbers that processes report: memory, counts, durations, and the claim and report of a replay.
 
 Workers measure `KvCost` and `CacheUse`; the orchestrator adds them up.
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Count, Many, Real, Record, Serial
 
 MAX_COUNTED_NAMES = 256
@@ -95,6 +96,17 @@ class Difference:
     expected: int
     margin: float | None
     tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The claim that `model` samples `generated` after `tokens` with `sampling`; `ends`: end tokens for a grammar."""
+
+    model: str
+    tokens: tuple[int, ...]
+    generated: tuple[int, ...]
+    sampling: SamplingParams
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 
-from outrider.orchestrator.http_settings import HttpOrder, HttpSettings, is_tracing_enabled
+from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
 from outrider.protocol import process
 from outrider.protocol.version import install_command
 from outrider.server.app import build_app
@@ -34,6 +35,7 @@ KEEP_ALIVE_SECONDS = 75
 MAX_HEADER_BYTES = 65_536
 GC_THRESHOLD = 10_000
 """New objects between garbage collections. At Python's default of 700, these take a third of a request's time."""
+COLLECTOR_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def main() -> None:
     order = msgspec.json.decode(sys.stdin.readline(), type=HttpOrder)
     process.configure_logging(order.log_level, order.log_format, "http", order.log_fd)
     model = load_served_model(order.model, Path(order.folder), order.settings.model_names, order.settings.tool_fallback)
-    tracing = _set_up_tracing(order.settings, model.id)
+    tracing = _set_up_tracing(model.id)
     app = build_app(model, CallerClients(order.endpoint), order.settings, tracing)
     server = uvicorn.Server(uvicorn_config(app, order.settings))
 
@@ -60,16 +62,23 @@ def main() -> None:
         tracing.close()
 
 
-def _set_up_tracing(settings: HttpSettings, model: str) -> Tracing | None:
+def is_tracing_enabled(environment: Mapping[str, str]) -> bool:
+    """Whether spans are exported, by OpenTelemetry's environment variables."""
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
+        return False
+    return any(environment.get(name) for name in COLLECTOR_VARIABLES)
+
+
+def _set_up_tracing(model: str) -> Tracing | None:
     """Sets up tracing if it is configured. Otherwise returns None without importing OpenTelemetry."""
-    if not is_tracing_enabled(settings, os.environ):
+    if not is_tracing_enabled(os.environ):
         return None
     try:
         from outrider.server.tracing import Tracing, create_exporter
     except ModuleNotFoundError as missing:
         log.warning("no spans are exported: %s; expected %s", missing, install_command("otel"))
         return None
-    return Tracing(model, create_exporter(settings.otlp_endpoint))
+    return Tracing(model, create_exporter())
 
 
 def uvicorn_config(app: FastAPI, settings: HttpSettings) -> uvicorn.Config:

@@ -34,13 +34,12 @@ SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "frequency_pen
 log = logging.getLogger(__name__)
 
 
-def create_exporter(endpoint: str | None) -> SpanProcessor:
-    """Returns an exporter to the collector at `endpoint`, by default the one in OTEL_ variables, with their options."""
+def create_exporter() -> SpanProcessor:
+    """Returns an exporter to the collector in OpenTelemetry's variables, with their options."""
     protocol = next((value for name in OTLP_PROTOCOL_VARIABLES if (value := os.environ.get(name))), OTLP_PROTOCOL)
     if protocol != OTLP_PROTOCOL:
         log.warning("spans are exported over %s; %s is not supported", OTLP_PROTOCOL, protocol)
-    target = None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces"
-    return BatchSpanProcessor(OTLPSpanExporter(endpoint=target))
+    return BatchSpanProcessor(OTLPSpanExporter())
 
 
 class Tracing:

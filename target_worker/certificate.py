@@ -1,8 +1,8 @@
 """`python -m outrider.target_worker.certificate`: replays an output and reports which tokens are the target's own.
 
-Reads one JSON object {model, tokens, generated, sampling, ends} from stdin; writes JSON lines: {stage} and {position,
-of} as progress, then the report, or {error, kind}. Each token is chosen by a forward of one token after all earlier
-ones, as in plain decoding. Knows one text's tokens.
+Reads a `Claim` as JSON from stdin; writes JSON lines: {stage} and {position, of} as progress, then the report, or
+{error, kind}. Each token is chosen by a forward of one token after all earlier ones, as in plain decoding. Knows one
+text's tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import msgspec
@@ -24,8 +23,7 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.engine.sampling import Floats, Sampler, filter_bounds
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.protocol.errors import InvalidRequest, OutriderError
-from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.stats import Difference, Report
+from outrider.protocol.stats import Claim, Difference, Report
 
 # The tolerated error of a difference of two logits: at least this, or one step of the format for each of the two. Sums
 # of float32 depend on the order of the BLAS's kernels: 3e-4 was measured with those for AVX2.
@@ -77,17 +75,6 @@ def _only_row(rows: mx.array) -> Floats:
     return np.array(rows.astype(mx.float32))[0]  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The claim that `model` samples `generated` after `tokens` with `sampling`; `ends`: end tokens for a grammar."""
-
-    model: str
-    tokens: tuple[int, ...]
-    generated: tuple[int, ...]
-    sampling: SamplingParams
-    ends: tuple[int, ...] = ()
-
-
 def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], None] | None = None) -> Report:
     """Replays the claim. `progress(done, total)` counts generated tokens.
 
@@ -117,24 +104,14 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     return Report(len(claim.generated), identical, tuple(ties), tuple(mismatches), model.context_length)
 
 
-def _read_claim(text: str) -> Claim:
-    """Parses a claim. Raises InvalidRequest if the text is not one."""
-    try:
-        return msgspec.json.decode(text, type=Claim)
-    except msgspec.MsgspecError as error:
-        raise InvalidRequest(
-            f"the claim can't be read ({error}); expected a JSON object with model, tokens, generated and sampling"
-        ) from None
-
-
 def _print(line: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
 def main() -> int:
+    claim = msgspec.json.decode(sys.stdin.read(), type=Claim)
     try:
-        claim = _read_claim(sys.stdin.read())
         model = load(claim.model, progress=lambda stage: _print({"stage": stage}))
         _print(dataclasses.asdict(certify(model, claim, lambda done, total: _print({"position": done, "of": total}))))
     except OutriderError as error:

@@ -12,10 +12,9 @@ from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import MODELS_ONLY, child_environment, python
-from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.pairing.pairing import choose_pair
-from outrider.orchestrator.settings import ServeSettings, check_setting
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
 
 REPORT_MODULE = "outrider.drafters.coreml.doctor"
@@ -34,9 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints the report of `REPORT_MODULE`, which is run as a separate process because it imports MLX."""
     flags.set_up_logging(options)
-    if options.log_level is not None:
-        check_setting("log_level", options.log_level)
-    require_mlx()
+    system.require_mlx()
     screen = Screen()
     screen.show("looking at this machine")
     draft = _find_default_draft() if options.draft_model is None else find_model(options.draft_model).folder

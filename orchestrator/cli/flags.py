@@ -18,14 +18,13 @@ import msgspec
 from outrider.orchestrator import settings
 from outrider.orchestrator.http_settings import HTTP, HttpSettings
 from outrider.orchestrator.pairing.pulled import OFFLINE_VARIABLE
-from outrider.orchestrator.settings import LOG_LEVELS, ServeSettings
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import version
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.process import configure_logging
 from outrider.protocol.sampling import SAMPLING_RULES, Grammar, SamplingParams
 
 _SETTINGS = {field.name: field for record in (ServeSettings, HttpSettings) for field in dataclasses.fields(record)}
-_DEFAULTS = ServeSettings()
 _SAMPLING_DEFAULTS = dataclasses.asdict(SamplingParams())
 MULTI_REQUEST_SETTINGS = ("max_active", "max_waiting", "await_target")
 """Settings that have no effect on a cluster with a single client that no other process can join."""
@@ -161,9 +160,10 @@ def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def set_up_logging(options: argparse.Namespace, process: str = "outrider") -> None:
-    """Sets up logging; an invalid level counts as the default here, and is an error when the settings are checked."""
-    level = options.log_level if options.log_level in LOG_LEVELS else _DEFAULTS.log_level
-    configure_logging(level, getattr(options, "log_format", None) or _DEFAULTS.log_format, process)
+    """Sets up logging. Raises InvalidRequest if the level or the format is unknown."""
+    given = _given_fields(options, ServeSettings)
+    log = ServeSettings(**{name: given[name] for name in ("log_level", "log_format") if name in given})
+    configure_logging(log.log_level, log.log_format, process)
 
 
 def _given_fields(options: argparse.Namespace, record: type[Any]) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import InvalidRequest, WorkerError, make_error
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.stats import Difference, Report
+from outrider.protocol.stats import Claim, Difference, Report
 
 REPLAY_THREADS = 1
 MAX_QUOTED = 20
@@ -39,33 +38,17 @@ NOT_CERTIFIED_EXIT_CODE = 1
 EXPECTED_OUTPUT = "the output of `outrider generate --json`"
 
 
-def certify(
-    folder: Path,
-    tokens: Sequence[int],
-    generated: Sequence[int],
-    sampling: SamplingParams,
-    progress: Callable[[str], None],
-    ends: Iterable[int] = (),
-    kernels: str | None = None,
-) -> Report:
-    """Replays `generated`, which should follow `tokens`, through the model in `folder`, in a process that imports MLX.
-
-    `progress` is called with each stage. `ends` may end a grammar's text. `kernels` are those of `blas_environment`.
+def certify(claim: Claim, progress: Callable[[str], None], kernels: str | None = None) -> Report:
+    """Replays a claim in a process that imports MLX. `progress` is called with each stage; `kernels`: see
+    `blas_environment`.
 
     Raises:
         OutriderError: the error that the process reported, or WorkerError if it ended without a report.
     """
-    claim = {
-        "model": os.fspath(folder),
-        "tokens": list(tokens),
-        "generated": list(generated),
-        "sampling": dataclasses.asdict(sampling),
-        "ends": list(ends),
-    }
     environment = system.blas_environment(child_environment(), REPLAY_THREADS, kernels)
     command = python("-m", MODELS_ONLY, "outrider.target_worker.certificate")
-    with tempfile.TemporaryFile("w+") as stdin:
-        json.dump(claim, stdin)
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(msgspec.json.encode(claim))
         stdin.seek(0)
         with subprocess.Popen(
             command, stdin=stdin, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
@@ -163,8 +146,9 @@ def run(options: argparse.Namespace) -> int:
             f"the prompt has {len(tokens)} tokens, and the output's prompt had {output.prompt_tokens}; expected the"
             " model that the output was generated with"
         )
-    ends = codec.end_tokens(output.sampling)
-    report = certify(model.folder, tokens, output.token_ids, output.sampling, screen.show, ends, options.cpu_kernels)
+    ends = tuple(codec.end_tokens(output.sampling))
+    claim = Claim(str(model.folder), tokens, output.token_ids, output.sampling, ends)
+    report = certify(claim, screen.show, options.cpu_kernels)
     own_faults = find_faults(output, codec, tokens, report.context_length)
     holds = report.holds and not own_faults
     screen.clear()

@@ -67,10 +67,9 @@ class Fleet:
 
         engines = serve.get_deployment_handle(self.kind, self.name)
         try:
-            found: list[EngineAddress] = engines.broadcast("place").results(timeout_s=5)
+            return [place for place, _ in engines.broadcast("report").results(timeout_s=5)]
         except (RayError, RayServeException, TimeoutError):
             return []
-        return found
 
     def stats(self) -> list[tuple[EngineAddress, Stats]]:
         """Returns the address and the statistics of each engine that answers."""

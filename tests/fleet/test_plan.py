@@ -135,7 +135,7 @@ def test_resources_are_converted_to_rays_names():
         ({"attached": ["tcp://a"]}, "attached: 'tcp://a' has no port"),
         ({"attached": ["tcp://a:0"]}, "attached: tcp://a:0 is an address to listen on, not to connect to"),
         ({"attached": ["tcp://a:1", "tcp://a:1"]}, "attached names tcp://a:1 twice"),
-        ({**ONE, "ingress": {"host": "0.0.0.0"}}, "expected ingress.api_keys, ingress.api_key_file"),
+        ({**ONE, "ingress": {"host": "0.0.0.0"}}, "expected one in api_keys (--api-key), api_key_file"),
         ({**ONE, "ingress": {"api_keys": [12]}}, "ingress.api_keys is [12]; expected a list of strings"),
         ({**ONE, "ingress": {"port": 70000}}, "ingress: port is 70000; expected a whole number from 0 to 65535"),
         ({**ONE, "ingress": {"host": 5}}, "ingress: host is 5; expected text"),

@@ -35,6 +35,7 @@ from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import Claim
 from tests.harness.default_model import Prompt, default_codec, mixed_prompts
 from tests.harness.requests import TimedRequest, send_all
 
@@ -108,7 +109,7 @@ class IdentityCheck:
         if tuple(tokens) == expected:
             tally.same += 1
             return
-        report = certify(TINY_TARGET, case.tokens, tokens, case.params, self._progress)
+        report = certify(Claim(str(TINY_TARGET), case.tokens, tuple(tokens), case.params), self._progress)
         if report.holds and len(tokens) == len(expected):
             tally.ties += 1
         else:

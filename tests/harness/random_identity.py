@@ -26,6 +26,7 @@ from outrider.orchestrator.client.client import BaseClient
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol import values
+from outrider.protocol.stats import Claim
 from tests.harness.default_model import all_prompt_tokens, default_codec, model_folder
 from tests.harness.random_requests import MODES, Sizes, draw_prompt, draw_request
 from tests.harness.requests import FullReply, TimedRequest, send, send_all
@@ -75,7 +76,8 @@ def compare_reply(
     why = describe_difference(request, reply, alone)
     if not why:
         return Comparison(number, at_once, request, SAME)
-    report = certify(model_folder(), request.tokens, reply.token_ids, request.sampling, lambda _: None)
+    claim = Claim(str(model_folder()), request.tokens, reply.token_ids, request.sampling)
+    report = certify(claim, lambda _: None)
     found: Sequence[object] = report.mismatches[:1]
     if not found and not reply.cancelled:
         output = Output("", "", False, len(request.tokens), request.sampling, reply.token_ids, reply.text, reply.reason)

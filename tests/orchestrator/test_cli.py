@@ -230,7 +230,6 @@ def test_version_is_printed(run):
         (["serve", "--mode", "fast"], 2, "mode is 'fast'"),
         (["serve", "--host", "0.0.0.0"], 2, "needs an API key"),
         (["serve", "--cors-origin", "http://["], 2, "cors_origin is 'http://['; expected an origin such as"),
-        (["serve", "--otlp-endpoint", "http://["], 2, "otlp_endpoint is 'http://['; expected a collector's URL"),
         (["serve", "--api-key-file", "/no/such"], 2, "/no/such can't be read"),
         (["worker", "cook", "--connect", "ipc:///x"], 2, "invalid choice"),
         (["worker", "draft", "--connect", "nowhere"], 4, "not an endpoint"),
@@ -479,9 +478,9 @@ def replays(monkeypatch):
     """Records the arguments of each replay, and reports that every token is the target's."""
     recorded = []
 
-    def certify(folder, tokens, generated, sampling, progress, ends, kernels):
-        recorded.append((folder, tuple(tokens), tuple(generated), sampling))
-        return Report(len(generated), len(generated), (), (), 1024)
+    def certify(claim, progress, kernels):
+        recorded.append((Path(claim.model), claim.tokens, claim.generated, claim.sampling))
+        return Report(len(claim.generated), len(claim.generated), (), (), 1024)
 
     monkeypatch.setattr("outrider.orchestrator.cli.verify.certify", certify)
     return recorded
@@ -533,7 +532,7 @@ def test_verify_replays_end_tokens_as_the_server_does(run, codec, output, monkey
         "outrider.orchestrator.cli.verify.certify", lambda *given: replayed.append(given) or Report(1, 1, (), (), 99)
     )
     assert run("verify", str(file))[0] == 0
-    assert set(replayed[0][5]) == (set() if ignored else codec.eos)
+    assert set(replayed[0][0].ends) == (set() if ignored else codec.eos)
 
 
 @pytest.mark.parametrize(

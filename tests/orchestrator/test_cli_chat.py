@@ -541,9 +541,9 @@ def test_generate_continues_a_conversation_and_verify_accepts_it(server, with_te
     output.write_text(capsys.readouterr().out)
     seen = []
 
-    def certify(folder, tokens, generated, sampling, progress, ends, kernels):
-        seen.append(server.codec.decode(tokens))
-        return Report(len(generated), len(generated), (), (), 1024)
+    def certify(claim, progress, kernels):
+        seen.append(server.codec.decode(claim.tokens))
+        return Report(len(claim.generated), len(claim.generated), (), (), 1024)
 
     monkeypatch.setattr("outrider.orchestrator.cli.verify.certify", certify)
     assert main(["verify", str(output)]) == 0 and seen == [expected]

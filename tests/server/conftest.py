@@ -37,6 +37,7 @@ def without_certificates() -> Iterator[None]:
 def collector() -> Iterator[Collector]:
     """Receives the spans of the chat model's server, soon after they end."""
     with collecting() as found, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.url)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         yield found
 
@@ -68,9 +69,7 @@ def running_servers(
 
         def attached() -> RunningServer:
             cluster = stack.enter_context(LocalCluster(model=scripted, draft_model=scripted, mode="ar"))
-            return stack.enter_context(
-                serving(cluster.endpoint, scripted, folder, max_streams_per_key=STREAMS, otlp_endpoint=collector.url)
-            )
+            return stack.enter_context(serving(cluster.endpoint, scripted, folder, max_streams_per_key=STREAMS))
 
         chat = pool.submit(attached)
         pair = pool.submit(lambda: stack.enter_context(serve_command(plain, folder / "log")))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.certificate import Claim, certify
+from outrider.protocol.stats import Claim
+from outrider.target_worker.certificate import certify
 
 PROCESS_MAPS = Path("/proc/self/maps")
 

@@ -24,7 +24,8 @@ from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Done, Generate
 from outrider.protocol.ngrams import MAX_COPY_TOKENS
-from outrider.target_worker.certificate import Claim, certify
+from outrider.protocol.stats import Claim
+from outrider.target_worker.certificate import certify
 from tests.harness.default_model import Prompt, mixed_prompts
 from tests.suspend import pid_of, suspended
 from tests.tiny import Pair

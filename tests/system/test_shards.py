@@ -23,7 +23,8 @@ from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.errors import WorkerError
-from outrider.target_worker.certificate import Claim, certify
+from outrider.protocol.stats import Claim
+from outrider.target_worker.certificate import certify
 from outrider.target_worker.rank_link import free_ports
 from tests.target_worker.heads import markov_llama, write_feature_head, write_recurrent_head
 from tests.tiny import Pair

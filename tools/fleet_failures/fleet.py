@@ -99,7 +99,7 @@ class Fleet:
         """Returns the engines that answer."""
         engines = []
         for kind in ("placed", "attached"):
-            for place in broadcast(kind, "place"):
+            for place, _ in broadcast(kind, "report"):
                 endpoint = place.own or place.endpoint
                 with suppress(OutriderError):
                     engines.append(Engine(kind, endpoint, Client(endpoint, ASK_TIMEOUT_SECONDS / 2).stats()))
