@@ -138,7 +138,7 @@ class HeadCheckpoint:
         Values that are null have their defaults. Positions count from the first feature, so the target's context is the
         limit.
         """
-        heads, limits = layer["num_attention_heads"], (self.target.config, layer)
+        heads = layer["num_attention_heads"]
         if (activation := layer.get("hidden_act", "silu")) not in MLPS:
             raise ValueError(f"hidden_act {activation!r}, not {' or '.join(MLPS)}")
         found = {
@@ -146,7 +146,7 @@ class HeadCheckpoint:
             **flat_rope_fields(layer),
             "num_key_value_heads": layer.get("num_key_value_heads") or heads,
             "head_dim": layer.get("head_dim") or layer["hidden_size"] // heads,
-            "context_length": next(filter(None, (config.get("max_position_embeddings") for config in limits)), None),
+            "context_length": self.target.context_length,
             "qk_norm": "layers.0.self_attn.q_norm.weight" in self.weights,
             "biases": "".join(name for name in "qkvo" if f"layers.0.self_attn.{name}_proj.bias" in self.weights),
             **computed,

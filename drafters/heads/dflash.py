@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.drafters.heads.checkpoint import HeadCheckpoint, Layer
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Layer
 from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.heads.layers import MLPS, Attention, BlockLink, DraftVocabulary, LayerSizes, Markov, Selector
 from outrider.engine.flat import FlatCache
@@ -103,14 +103,12 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
 
 
 class DFlash(BlockHead):
-    """`embed` and `output` are the target's layers. With a vocabulary of its own it has its own output layer."""
+    """With a vocabulary of its own it has its own output layer."""
 
-    def __init__(self, config: DFlashConfig, embed: Layer, output: Layer, vocabulary: DraftVocabulary) -> None:
-        super().__init__()
+    def __init__(self, config: DFlashConfig, target: HeadTarget, vocabulary: DraftVocabulary) -> None:
+        super().__init__(target, vocabulary)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self._config, self._embed, self._output = config, embed, output
-        self._vocabulary = vocabulary
-        self.points, self.context_length = HiddenStatePoints(config.taps), config.context_length
+        self._config, self.points = config, HiddenStatePoints(config.taps)
         self.depth, self.mask_token = config.depth, config.mask_token_id
         self.from_anchor = config.from_anchor
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
@@ -146,11 +144,11 @@ class DFlash(BlockHead):
 
     def logits(self, hidden: mx.array) -> mx.array:
         factor, softcap = self._config.output_multiplier, self._config.final_logit_softcapping
-        output = self.lm_head if "lm_head" in self else self._output
+        output = self.get("lm_head", self._output)
         logits = output(hidden * factor if factor != 1 else hidden).astype(mx.float32)
         if softcap:
             logits = mx.tanh(logits / softcap) * softcap
-        return self._vocabulary.spread(logits)
+        return self.vocabulary.spread(logits)
 
 
 def build(published: HeadCheckpoint) -> DFlash:
@@ -173,8 +171,7 @@ def build(published: HeadCheckpoint) -> DFlash:
         _check_target(checkpoint, settings)
         vocabulary = checkpoint.vocabulary(int(config["draft_vocab_size"]) if "d2t" in weights else target.vocab_size)
         factor = 1.0 if "speculators_model_type" in config else target.embed_factor  # speculators trains on the table
-        embed: Layer = lambda tokens: target.embed(tokens) * factor  # noqa: E731
-        head = DFlash(settings, embed, target.output, vocabulary)
+        head = DFlash(settings, replace(target, embed=lambda tokens: target.embed(tokens) * factor), vocabulary)
         checkpoint.load_into(head)
         return head
 

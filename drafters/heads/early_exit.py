@@ -81,13 +81,10 @@ class EarlyExit(PairHead):
     points = HiddenStatePoints()
     layers: tuple[nn.Module, ...] = ()  # its keys and values are the target's
 
-    def __init__(
-        self, exit_layer: int, norm: Layer, output: Layer, context_length: int, adapter: ExitAdapter | None = None
-    ) -> None:
-        """`norm` and `output` are the target's last layers."""
-        super().__init__()
-        self.exit_layer, self.context_length, self.adapter = exit_layer, context_length, adapter
-        self._norm, self._output = norm, output
+    def __init__(self, exit_layer: int, target: HeadTarget, norm: Layer, adapter: ExitAdapter | None = None) -> None:
+        """`norm`: the target's final norm."""
+        super().__init__(target)
+        self.exit_layer, self.adapter, self._norm = exit_layer, adapter, norm
 
     def logits(self, hidden: mx.array) -> mx.array:
         adapted = self.adapter(hidden) if self.adapter is not None else hidden
@@ -217,8 +214,8 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
 
 
 def _make_exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = None) -> EarlyExit:
-    norm, output = find_final_norm(find_backbone(target.model)[0]), HeadTarget.of(target).output
-    return EarlyExit(layers, lambda rows: norm(rows), output, target.context_length, adapter)
+    norm = find_final_norm(find_backbone(target.model)[0])
+    return EarlyExit(layers, HeadTarget.of(target), lambda rows: norm(rows), adapter)
 
 
 def _read_adapted_exit(folder: Path, target: LoadedModel, count: int) -> EarlyExit:

@@ -36,7 +36,7 @@ class LayerSizes:
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     partial_rotary_factor: float = 1.0
     is_neox_style: bool = True
-    context_length: int = 32768
+    context_length: int
     hidden_act: str = "silu"
     qk_norm: bool = False
     biases: str = ""

@@ -17,11 +17,10 @@ import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
 from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Weights, read_weights
-from outrider.drafters.heads.head import PairHead
+from outrider.drafters.heads.head import LayersHead
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.layers import DecoderLayers
 from outrider.protocol.errors import CannotDraft
 
 if TYPE_CHECKING:
@@ -31,15 +30,14 @@ _LAYER_PREFIX = "layers.0."
 _MLX_LM_LAYER_PREFIX = "model.layers.0."
 
 
-class Mtp(PairHead):
+class Mtp(LayersHead):
     """`block` is a layer of the target's kind. The input of `fc` is the token's embedding, then the row."""
 
     points = HiddenStatePoints(after_norm=True)
 
     def __init__(self, size: int, eps: float, block: nn.Module, target: HeadTarget, together: bool = True) -> None:
-        super().__init__()
-        self._embed, self._output = target.embed, target.output
-        self.context_length, self.together = target.context_length, together
+        super().__init__(target)
+        self.together, self._windows = together, (None,)
         self.norm_embedding = nn.RMSNorm(size, eps=eps)
         self.norm_hidden = nn.RMSNorm(size, eps=eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -56,18 +54,7 @@ class Mtp(PairHead):
         out: mx.array = self.layers[0](x, mask, caches[0])
         return out
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        return self._output(self.norm(hidden)).astype(mx.float32)
-
-    def next_features(self, hidden: mx.array) -> mx.array:
-        normed: mx.array = self.norm(hidden)
-        return normed
-
-    def decoder(self, target: DecoderLayers) -> DecoderLayers:
-        begin = self._build_input
-        return replace(target, layers=self.layers, norm=self.norm, begin=begin, gives_normed=True, windows=[None])
-
-    def _build_input(self, b: Builder) -> tuple[str, str]:
+    def build_input(self, b: Builder) -> tuple[str, str]:
         both = b.op("Concat", b.norm("x", self.norm_embedding), b.norm("features", self.norm_hidden), axis=-1)
         x = b.linear(both, [self.fc])
         return x, b.norm(x, self.layers[0].input_layernorm)

@@ -129,7 +129,8 @@ def test_penalties_are_applied_slot_by_slot(tmp_path: Path) -> None:
 
 
 def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
-    head = head_of(write(tmp_path, "z-lab"), {**TARGET, "max_position_embeddings": 12})
+    head = head_of(write(tmp_path, "z-lab"))
+    head.context_length = 12
     drafter = HeadDrafter(head, V)
     draft = drafter.open_draft(SamplingParams())
     draft.add_features(0, head.fuse(mx.array(ROWS[0][:8])))
