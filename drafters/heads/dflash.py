@@ -19,7 +19,6 @@ from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Layer
 from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.heads.layers import MLPS, Attention, BlockLink, DraftVocabulary, LayerSizes, Markov, Selector
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.protocol.errors import CannotDraft
 
 _SUPPORTED_MODEL_TYPES = ("qwen3", "llama", "dflash", "dspark", "")
@@ -108,7 +107,7 @@ class DFlash(BlockHead):
     def __init__(self, config: DFlashConfig, target: HeadTarget, vocabulary: DraftVocabulary) -> None:
         super().__init__(target, vocabulary)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self._config, self.points = config, HiddenStatePoints(config.taps)
+        self._config, self.points = config, config.taps
         self.depth, self.mask_token = config.depth, config.mask_token_id
         self.from_anchor = config.from_anchor
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)

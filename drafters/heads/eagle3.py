@@ -17,7 +17,7 @@ from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.head import LayersHead
 from outrider.drafters.heads.layers import MLPS, Attention, DraftVocabulary, LayerSizes
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.hidden_states import AFTER_NORM
 from outrider.protocol.errors import CannotDraft
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ class Eagle3(LayersHead):
     ) -> None:
         super().__init__(target, vocabulary)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.points, self._windows = HiddenStatePoints(config.taps, False, not config.taps), config.windows
+        self.points, self._windows = config.taps or (AFTER_NORM,), config.windows
         self.gives_normed, self._norm_before_residual = config.norm_output, config.norm_before_residual
-        fused = self.points.count * config.target_hidden_size
+        fused = len(self.points) * config.target_hidden_size
         if "fc_norm.0.weight" in parts:
             self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.taps]
         if "input_norm.weight" in parts:

@@ -22,7 +22,6 @@ from outrider.drafters.heads.trees import HeadTree
 from outrider.engine.cache import FlatSequence
 from outrider.engine.hidden_states import (
     FirstLayers,
-    HiddenStatePoints,
     HiddenStateReader,
     HiddenStates,
     find_backbone,
@@ -78,7 +77,7 @@ class EarlyExit(PairHead):
     """A head whose vectors are the target's rows after its first `exit_layer` layers; it needs no features."""
 
     reach = 1
-    points = HiddenStatePoints()
+    points = ()
     layers: tuple[nn.Module, ...] = ()  # its keys and values are the target's
 
     def __init__(self, exit_layer: int, target: HeadTarget, norm: Layer, adapter: ExitAdapter | None = None) -> None:
@@ -111,8 +110,8 @@ def read_rows(
 
 def measure_agreements(target: LoadedModel, exits: Sequence[EarlyExit]) -> list[float]:
     """Returns how often each exit predicts a text of the target as the target does."""
-    points = HiddenStatePoints(tuple(exit.exit_layer - 1 for exit in exits))
-    logits, rows = read_rows(target, generate_trial_text(target), HiddenStateReader(points))
+    reader = HiddenStateReader([exit.exit_layer - 1 for exit in exits])
+    logits, rows = read_rows(target, generate_trial_text(target), reader)
     predicted = [exit.logits(own) for exit, own in zip(exits, mx.split(rows, len(exits), axis=-1), strict=True)]
     truth = mx.argmax(logits, axis=-1)
     return [cast(float, (mx.argmax(own, axis=-1) == truth).mean().item()) for own in predicted]
@@ -120,7 +119,7 @@ def measure_agreements(target: LoadedModel, exits: Sequence[EarlyExit]) -> list[
 
 def reproduces_logits(target: LoadedModel, last: EarlyExit) -> bool:
     """Whether norm and output layer, applied to the rows after all layers, give the model's own logits."""
-    logits, rows = read_rows(target, list(range(8)), HiddenStateReader(HiddenStatePoints((last.exit_layer - 1,))))
+    logits, rows = read_rows(target, list(range(8)), HiddenStateReader([last.exit_layer - 1]))
     truth = logits.astype(mx.float32)
     apart = mx.abs(last.logits(rows) - truth).max()
     return bool((apart <= 1e-2 * mx.abs(truth).max()).item())

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from outrider.drafters.heads.checkpoint import HeadTarget
 from outrider.drafters.heads.layers import BlockLink, DraftVocabulary
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.hidden_states import Point
 from outrider.engine.ort.layers import DecoderLayers
 from outrider.protocol.errors import ModelError
 
@@ -30,7 +30,7 @@ class HeadModule(nn.Module):  # type: ignore[misc]
     target's, of which ranks have parts.
     """
 
-    points: HiddenStatePoints
+    points: tuple[Point, ...]
     reach: int | None = None
     depth: int | None = None
     mask_token: int

@@ -19,7 +19,7 @@ from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwe
 from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Weights, read_weights
 from outrider.drafters.heads.head import LayersHead
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.hidden_states import AFTER_NORM
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.errors import CannotDraft
 
@@ -33,7 +33,7 @@ _MLX_LM_LAYER_PREFIX = "model.layers.0."
 class Mtp(LayersHead):
     """`block` is a layer of the target's kind. The input of `fc` is the token's embedding, then the row."""
 
-    points = HiddenStatePoints(after_norm=True)
+    points = (AFTER_NORM,)
 
     def __init__(self, size: int, eps: float, block: nn.Module, target: HeadTarget, together: bool = True) -> None:
         super().__init__(target)

@@ -18,7 +18,7 @@ from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.layers import DraftVocabulary
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.hidden_states import AFTER_NORM
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ResBlock(nn.Module):  # type: ignore[misc]
 
 
 class Redrafter(PairHead):
-    points, reach = HiddenStatePoints(after_norm=True), 1
+    points, reach = (AFTER_NORM,), 1
     layers: tuple[nn.Module, ...] = ()  # there are no keys and values
 
     def __init__(self, config: RedrafterConfig, target: HeadTarget, vocabulary: DraftVocabulary) -> None:

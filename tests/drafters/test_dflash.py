@@ -49,7 +49,7 @@ def test_head_equals_an_independent_forward(tmp_path: Path, name: str) -> None:
     """Blocks of any depth, of one text and of two, after contexts that are read in pieces of any length."""
     layout = LAYOUTS[name]
     head, truth = head_of(write(tmp_path, name)), NumpyHead(layout, EMBEDDING, OUTPUT)
-    assert head.points.layers == TAPS and head.depth == layout.depth and head.from_anchor == layout.from_anchor
+    assert head.points == TAPS and head.depth == layout.depth and head.from_anchor == layout.from_anchor
     contexts, done = FeatureKVCache(head), [0, 0]
     sequences = [contexts.open() for _ in TEXTS]
     for counts, depths in (((40, 3), (5, 2)), ((1, 5), (1, 5)), ((2, 0), (4, 0)), ((0, 9), (0, 3)), ((1, 1), (5, 5))):
@@ -205,7 +205,7 @@ def test_head_without_layer_ids_reads_evenly_spaced_layers(tmp_path: Path) -> No
     fused = np.ones((H, 2 * H), np.float32)
     other = {"dflash_config": config["dflash_config"], "num_target_layers": 36}
     folder = write(tmp_path, "z-lab", config=other, **{"fc.weight": fused})
-    assert head_of(folder, {**TARGET, "num_hidden_layers": 36}).points.layers == (1, 33)
+    assert head_of(folder, {**TARGET, "num_hidden_layers": 36}).points == (1, 33)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gemma4_text"])
