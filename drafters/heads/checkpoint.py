@@ -167,14 +167,14 @@ class HeadCheckpoint:
             )
         return taps
 
-    def check_hidden_size(self, own: int) -> None:
-        """Raises CannotDraft if the target has another hidden size."""
-        size = int(self.target.config["hidden_size"])
-        if own != size:
-            raise CannotDraft(
-                f"{self.name} expects a hidden size of {own}, but this target has {size};"
-                " expected a head for this target"
-            )
+    def check_target(self, **sizes: int | None) -> None:
+        """Raises CannotDraft if the target's config.json has other `sizes`; None: any will do."""
+        for name, own in sizes.items():
+            if own is not None and (size := int(self.target.config[name])) != int(own):
+                raise CannotDraft(
+                    f"{self.name} is for a target whose {name} is {own}, but this one's is {size};"
+                    " expected a head for this target"
+                )
 
     def check_mask_token(self, token: int | None) -> int:
         """Returns the mask token, or raises CannotDraft if the target lacks it."""

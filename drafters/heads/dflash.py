@@ -167,7 +167,7 @@ def build(published: HeadCheckpoint) -> DFlash:
         weights = {key: value for key, value in weights.items() if not key.startswith("confidence_head.")}
         checkpoint = replace(published, config=config, weights=weights)
         settings = _parse_config(checkpoint)
-        _check_target(checkpoint, settings)
+        _check_settings(checkpoint, settings)
         vocabulary = checkpoint.vocabulary(int(config["draft_vocab_size"]) if "d2t" in weights else target.vocab_size)
         factor = 1.0 if "speculators_model_type" in config else target.embed_factor  # speculators trains on the table
         head = DFlash(settings, replace(target, embed=lambda tokens: target.embed(tokens) * factor), vocabulary)
@@ -229,16 +229,11 @@ def _parse_layers(config: Mapping[str, Any]) -> Iterator[tuple[int | None, bool]
         yield window if slides or every else None, by_default if causal is None else bool(causal)
 
 
-def _check_target(checkpoint: HeadCheckpoint, settings: DFlashConfig) -> None:
-    config, layers, name = checkpoint.config, checkpoint.target.layers, checkpoint.name
+def _check_settings(checkpoint: HeadCheckpoint, settings: DFlashConfig) -> None:
+    config, name = checkpoint.config, checkpoint.name
     if config.get("model_type", "") not in _SUPPORTED_MODEL_TYPES:
         raise CannotDraft(f"{name} is built of {config['model_type']} layers; expected those of qwen3 or llama")
-    checkpoint.check_hidden_size(settings.hidden_size)
-    if int(config.get("num_target_layers") or layers) != layers:
-        raise CannotDraft(
-            f"{name} was trained for a target of {config['num_target_layers']} layers, but this one has {layers};"
-            " expected a head for this target"
-        )
+    checkpoint.check_target(hidden_size=settings.hidden_size, num_hidden_layers=config.get("num_target_layers"))
     checkpoint.check_mask_token(settings.mask_token_id)
     if settings.depth < 1:
         raise CannotDraft(f"{name} has blocks of {config.get('block_size')} tokens; expected at least 2")

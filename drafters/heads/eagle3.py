@@ -138,7 +138,7 @@ def build(published: HeadCheckpoint) -> Eagle3:
         checkpoint = replace(published, weights=weights)
         settings, count = _parse_config(checkpoint)
         vocabulary = checkpoint.vocabulary(count)
-        checkpoint.check_hidden_size(settings.target_hidden_size)
+        checkpoint.check_target(hidden_size=settings.target_hidden_size)
         own = {"embed_tokens.weight", "lm_head.weight"} <= set(weights)
         if not own and settings.hidden_size != settings.target_hidden_size:
             raise CannotDraft(f"{checkpoint.name} is narrower than the target; expected embed_tokens and lm_head in it")

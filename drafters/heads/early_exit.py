@@ -34,7 +34,6 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
 from outrider.protocol.errors import CannotDraft
-from outrider.protocol.heads import text_config
 from outrider.protocol.sampling import SamplingParams
 
 _MAX_CHAIN_TOKENS = 8
@@ -189,7 +188,7 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
     if target.folder is not None and folder.samefile(target.folder):
         exits, kind, mismatch = [_make_exit(target, n) for n in range(1, count, -(-count // _MAX_TRIED_EXITS))], "", ""
     else:
-        exits, kind = [_read_adapted_exit(folder, target, count)], " and an adapter"
+        exits, kind = [_read_adapted_exit(folder, target)], " and an adapter"
         mismatch = find_target_mismatch(folder, target.folder)
     if not exits:
         raise CannotDraft(f"the target has {count} layer, so early exit is not possible")
@@ -217,25 +216,17 @@ def _make_exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = N
     return EarlyExit(layers, HeadTarget.of(target), lambda rows: norm(rows), adapter)
 
 
-def _read_adapted_exit(folder: Path, target: LoadedModel, count: int) -> EarlyExit:
+def _read_adapted_exit(folder: Path, target: LoadedModel) -> EarlyExit:
     checkpoint = HeadCheckpoint.read(folder, HeadTarget.of(target))
     with checkpoint.config_errors("early-exit"):
         settings = msgspec.convert(checkpoint.config, AdapterConfig, strict=False)
-        _check_target(settings, target, count, checkpoint.name)
+        layers = settings.num_hidden_layers
+        checkpoint.check_target(hidden_size=settings.hidden_size, num_hidden_layers=layers)
+        checkpoint.check_target(vocab_size=settings.vocab_size)
+        if not 0 < settings.exit_layer < layers:
+            raise CannotDraft(
+                f"{checkpoint.name} exits after {settings.exit_layer} layers of {layers}; expected 1 to {layers - 1}"
+            )
         adapter = ExitAdapter(settings)
         checkpoint.load_into(adapter)
     return _make_exit(target, settings.exit_layer, adapter)
-
-
-def _check_target(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:
-    """Raises CannotDraft if the adapter is for another target."""
-    config = text_config(target.config)
-    expected = (settings.hidden_size, settings.num_hidden_layers, settings.vocab_size)
-    actual = (int(config["hidden_size"]), count, int(config["vocab_size"]))
-    if expected != actual:
-        raise CannotDraft(
-            f"{name} is for a target with a width of {expected[0]}, {expected[1]} layers and {expected[2]} tokens, and"
-            f" this one has {actual[0]}, {actual[1]} and {actual[2]}; expected one that was trained for it"
-        )
-    if not 0 < settings.exit_layer < count:
-        raise CannotDraft(f"{name} exits after {settings.exit_layer} layers of {count}; expected 1 to {count - 1}")

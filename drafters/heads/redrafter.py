@@ -83,7 +83,7 @@ def build(checkpoint: HeadCheckpoint) -> Redrafter:
     """
     with checkpoint.config_errors("redrafter"):
         settings = msgspec.convert(checkpoint.config, RedrafterConfig, strict=False)
-        checkpoint.check_hidden_size(settings.hidden_size)
+        checkpoint.check_target(hidden_size=settings.hidden_size)
         head = Redrafter(settings, checkpoint.target, checkpoint.vocabulary(settings.vocab_size))
         checkpoint.load_into(head)
         return head

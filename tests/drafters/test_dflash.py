@@ -142,9 +142,9 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "config", "target", "sentence"),
     [
-        ("z-lab", {}, {**TARGET, "hidden_size": 64}, "expects a hidden size of 48, but this target has 64"),
+        ("z-lab", {}, {**TARGET, "hidden_size": 64}, "hidden_size is 48, but this one's is 64"),
         ("z-lab", {}, {**TARGET, "num_hidden_layers": 6}, r"layers \(1, 3, 6\), but this target has 6"),
-        ("z-lab", {}, {**TARGET, "num_hidden_layers": 9}, "trained for a target of 8 layers, but this one has 9"),
+        ("z-lab", {}, {**TARGET, "num_hidden_layers": 9}, "num_hidden_layers is 8, but this one's is 9"),
         (
             "z-lab",
             {"dflash_config": {"mask_token_id": 300}},

@@ -100,7 +100,7 @@ def test_field_of_another_type_is_refused(tmp_path: Path, field: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "target", "vocab_size", "sentence"),
     [
-        ("SafeAI", {**TARGET, "hidden_size": 64}, V, "expects a hidden size of 48, but this target has 64"),
+        ("SafeAI", {**TARGET, "hidden_size": 64}, V, "hidden_size is 48, but this one's is 64"),
         (
             "SafeAI",
             {**TARGET, "num_hidden_layers": 3},

@@ -108,7 +108,7 @@ def test_head_equals_an_independent_forward(target: LoadedModel, tmp_path: Path,
 @pytest.mark.parametrize(
     ("config", "other", "sentence"),
     [
-        ({"hidden_size": 48}, {}, "expects a hidden size of 48, but this target has 64"),
+        ({"hidden_size": 48}, {}, "hidden_size is 48, but this one's is 64"),
         ({"vocab_size": 300}, {}, "has 300 tokens and this target 258"),
         ({"exit_dim": 80}, {}, r"input_proj.weight is \(96, 128\), expected \(80, 128\)"),
         ({"exit_dim": None}, {}, "expected a head's sizes"),
