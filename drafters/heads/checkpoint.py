@@ -192,14 +192,14 @@ class HeadCheckpoint:
         if d2t is None or (count == size and not d2t.any().item()):
             if count > size:
                 raise CannotDraft(f"{name} has {count} tokens and this target {size}; expected a head for this target")
-            return DraftVocabulary(size) if count == size else DraftVocabulary.of(size, mx.arange(count))
+            return DraftVocabulary(size) if count == size else DraftVocabulary(size, mx.arange(count))
         if d2t.shape != (count,):
             raise CannotDraft(f"{name} maps {d2t.shape} tokens and its config says {count}; download the head again")
         ids = mx.arange(count) + d2t.astype(mx.int32)
         listed = cast("list[int]", ids.tolist())
         if min(listed) < 0 or max(listed) >= size:
             raise CannotDraft(f"{name} has tokens beyond this target's {size}; expected a head for its vocabulary")
-        return DraftVocabulary.of(size, ids)
+        return DraftVocabulary(size, ids)
 
     def load_into(self, head: nn.Module, exact: Container[str] = ()) -> None:
         """Loads the weights, all in the format of the largest one, except that `exact` ones become float32. Afterwards
