@@ -101,11 +101,8 @@ class InProcessDrafters:
 
     @cached_property
     def _heads(self) -> dict[str, HeadDrafter]:
-        return {
-            name: own
-            for name, own in self.drafters.items()
-            if isinstance(own, HeadDrafter) and not isinstance(own, ExitDrafter)
-        }
+        heads = {name: own for name, own in self.drafters.items() if isinstance(own, HeadDrafter)}
+        return {name: own for name, own in heads.items() if own.head.points}  # an early exit has none
 
     @property
     def weight_bytes(self) -> int:

@@ -31,13 +31,14 @@ _MLX_LM_LAYER_PREFIX = "model.layers.0."
 
 
 class Mtp(LayersHead):
-    """`block` is a layer of the target's kind. The input of `fc` is the token's embedding, then the row."""
+    """`block` is a layer of the target's kind, whose latent attention, if it has one, computes one text at a time. The
+    input of `fc` is the token's embedding, then the row."""
 
     points = (AFTER_NORM,)
 
-    def __init__(self, size: int, eps: float, block: nn.Module, target: HeadTarget, together: bool = True) -> None:
+    def __init__(self, size: int, eps: float, block: nn.Module, target: HeadTarget) -> None:
         super().__init__(target)
-        self.together, self._windows = together, (None,)
+        self.together, self._windows = "kv_a_proj_with_mqa" not in block.self_attn, (None,)
         self.norm_embedding = nn.RMSNorm(size, eps=eps)
         self.norm_hidden = nn.RMSNorm(size, eps=eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -63,14 +64,11 @@ class Mtp(LayersHead):
 @dataclass(frozen=True, slots=True)
 class MtpFamily:
     """A family of heads: the `prefix` of their tensors, a function that gives these our names (`rename`), and the
-    head's layer (`block`). `exact`: tensors that stay float32. `together`: its attention takes several texts at once.
-    """
+    head's layer (`block`)."""
 
     prefix: str
     rename: Callable[[Weights], Weights]
     block: nn.Module
-    exact: frozenset[str] = frozenset()
-    together: bool = True
 
 
 def select_family(target: LoadedModel) -> MtpFamily:
@@ -87,11 +85,11 @@ def select_family(target: LoadedModel) -> MtpFamily:
         case llama.Model():  # none is published; `models/train.py` trains them in MiMo's layout
             return _make_mimo_family(llama.TransformerBlock(args))
         case deepseek_v3.Model():
-            return _make_next_layer_family(target, args, deepseek_v3.DeepseekV3DecoderLayer, together=False)
+            return _make_next_layer_family(target, args, deepseek_v3.DeepseekV3DecoderLayer)
         case glm4_moe_lite.Model():
-            return _make_next_layer_family(target, args, glm4_moe_lite.Glm4MoeLiteDecoderLayer, together=False)
+            return _make_next_layer_family(target, args, glm4_moe_lite.Glm4MoeLiteDecoderLayer)
         case glm4_moe.Model():
-            return _make_next_layer_family(target, args, glm4_moe.DecoderLayer, together=True)
+            return _make_next_layer_family(target, args, glm4_moe.DecoderLayer)
     raise CannotDraft(
         f"MTP heads of {target.model_type} models are not supported; expected qwen3_5, qwen3_next, deepseek_v3,"
         " glm4_moe, glm4_moe_lite, llama or mimo"
@@ -131,7 +129,7 @@ def _make_mimo_family(block: nn.Module) -> MtpFamily:
     return MtpFamily("model.mtp_layers.0.", rename, block)
 
 
-def _make_next_layer_family(target: LoadedModel, args: Any, layer: type[nn.Module], together: bool) -> MtpFamily:
+def _make_next_layer_family(target: LoadedModel, args: Any, layer: type[nn.Module]) -> MtpFamily:
     """Returns DeepSeek's and GLM's family: the layer after the last one, whose tensors mlx-lm converts by name. Its
     copies of the target's embedding and output layer are not used."""
     names = {
@@ -147,9 +145,8 @@ def _make_next_layer_family(target: LoadedModel, args: Any, layer: type[nn.Modul
     def rename(weights: Weights) -> Weights:
         return _rename(target.model.sanitize(_rename(weights, names)), {_MLX_LM_LAYER_PREFIX: _LAYER_PREFIX})
 
-    exact = frozenset({f"{_LAYER_PREFIX}mlp.gate.e_score_correction_bias"})
     number = args.num_hidden_layers
-    return MtpFamily(f"model.layers.{number}.", rename, layer(args, number), exact, together=together)
+    return MtpFamily(f"model.layers.{number}.", rename, layer(args, number))
 
 
 def _rename(weights: Weights, names: Mapping[str, str]) -> Weights:
@@ -196,6 +193,7 @@ def read_head(folder: Path, target: LoadedModel) -> Mtp:
     except (KeyError, ValueError, IndexError) as error:
         raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
     args: Any = getattr(target.model, "language_model", target.model).args
-    head = Mtp(args.hidden_size, args.rms_norm_eps, family.block, own, family.together)
-    replace(published, weights=weights).load_into(head, family.exact)
+    head = Mtp(args.hidden_size, args.rms_norm_eps, family.block, own)
+    may_cast = getattr(target.model, "cast_predicate", lambda key: True)
+    replace(published, weights=weights).load_into(head, [key for key in weights if not may_cast(key)])
     return head
