@@ -79,10 +79,11 @@ class EarlyExit(PairHead):
     points = ()
     layers: tuple[nn.Module, ...] = ()  # its keys and values are the target's
 
-    def __init__(self, exit_layer: int, target: HeadTarget, norm: Layer, adapter: ExitAdapter | None = None) -> None:
-        """`norm`: the target's final norm."""
-        super().__init__(target)
-        self.exit_layer, self.adapter, self._norm = exit_layer, adapter, norm
+    def __init__(self, exit_layer: int, target: LoadedModel, adapter: ExitAdapter | None = None) -> None:
+        super().__init__(HeadTarget.of(target))
+        norm = find_final_norm(find_backbone(target.model)[0])
+        self.exit_layer, self.adapter = exit_layer, adapter
+        self._norm: Layer = lambda rows: norm(rows)  # a function, since a module would become part of this one
 
     def logits(self, hidden: mx.array) -> mx.array:
         adapted = self.adapter(hidden) if self.adapter is not None else hidden
@@ -95,11 +96,7 @@ def generate_trial_text(model: LoadedModel) -> list[int]:
     return [0, *(verify(slot).bonus for _ in range(_TRIAL_TOKENS))]
 
 
-def read_rows(
-    target: LoadedModel,
-    text: Sequence[int],
-    reader: HiddenStateReader,
-) -> tuple[mx.array, mx.array]:
+def read_rows(target: LoadedModel, text: Sequence[int], reader: HiddenStateReader) -> tuple[mx.array, mx.array]:
     """Returns the target's logits [T, V] of a text, and the rows [T, W] of this reader."""
     rows: list[mx.array] = []
     hidden_states = HiddenStates(target.model, reader)
@@ -180,20 +177,20 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
     if not isinstance(open_kv_cache(target), FlatKVCache):
         raise CannotDraft(f"a {target.model_type} model can't batch requests, which early exit needs")
     count = len(find_backbone(target.model)[1])
-    if not reproduces_logits(target, _make_exit(target, count)):
+    if not reproduces_logits(target, EarlyExit(count, target)):
         raise CannotDraft(
             f"a {target.model_type} model has more after its layers than a norm and an output layer, so early exit is"
             " not supported"
         )
     if target.folder is not None and folder.samefile(target.folder):
-        exits, kind, mismatch = [_make_exit(target, n) for n in range(1, count, -(-count // _MAX_TRIED_EXITS))], "", ""
+        exits, kind = [EarlyExit(n, target) for n in range(1, count, -(-count // _MAX_TRIED_EXITS))], ""
     else:
         exits, kind = [_read_adapted_exit(folder, target)], " and an adapter"
-        mismatch = find_target_mismatch(folder, target.folder)
     if not exits:
         raise CannotDraft(f"the target has {count} layer, so early exit is not possible")
-    tried = list(zip(exits, measure_agreements(target, exits), strict=True))
+    tried = zip(exits, measure_agreements(target, exits), strict=True)
     best, agreement = max(tried, key=lambda pair: best_speedup(pair[1], pair[0].exit_layer / count))
+    mismatch = find_target_mismatch(folder, target.folder)
     if mismatch and agreement < MIN_AGREEMENT:
         raise CannotDraft(
             f"{folder}: {mismatch}, and never agrees with this one; expected an adapter trained for this target"
@@ -211,11 +208,6 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
     return drafter
 
 
-def _make_exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = None) -> EarlyExit:
-    norm = find_final_norm(find_backbone(target.model)[0])
-    return EarlyExit(layers, HeadTarget.of(target), lambda rows: norm(rows), adapter)
-
-
 def _read_adapted_exit(folder: Path, target: LoadedModel) -> EarlyExit:
     checkpoint = HeadCheckpoint.read(folder, HeadTarget.of(target))
     with checkpoint.config_errors("early-exit"):
@@ -229,4 +221,4 @@ def _read_adapted_exit(folder: Path, target: LoadedModel) -> EarlyExit:
             )
         adapter = ExitAdapter(settings)
         checkpoint.load_into(adapter)
-    return _make_exit(target, settings.exit_layer, adapter)
+    return EarlyExit(settings.exit_layer, target, adapter)
