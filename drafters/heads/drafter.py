@@ -48,7 +48,8 @@ class HeadDrafter(Drafter):
         self.head, self.backend, self.features = head, backend, features
         self.vocab_size, self.context_length, self.weight_bytes = vocab_size, head.context_length, head.weight_bytes
         self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))
-        self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
+        pair_bytes = head.bytes_per_pair if cpu is None else 2 * sum(keys.nbytes for keys in cpu.columns)
+        self.prompt_cache = PromptCache(KvCost(0, pair_bytes))
         self.kv_cache: HeadKVCache = FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, cpu)
 
     def make_tree(self, sampler: Sampler, draws: Draws | None) -> TokenTree:

@@ -88,9 +88,12 @@ def test_rounding_to_8_bits_changes_logits_little(target: LoadedModel, make: Cal
     tokens = mx.array(draws.integers(0, 200, LONG))
     features = head.fuse(mx.array(draws.standard_normal((LONG, len(head.points) * H)), mx.float32))
     found = []
-    for kv_cache in (PairKVCache(head), PairKVCache(head, cpu)):
-        _, logits = outputs(kv_cache, [PairFeed(kv_cache.open(), tokens, features)], [LONG])
+    for forward in (None, cpu):
+        kv_cache, cost = PairKVCache(head, forward), HeadDrafter(head, target.vocab_size, forward).prompt_cache.cost
+        sequence = kv_cache.open()
+        _, logits = outputs(kv_cache, [PairFeed(sequence, tokens, features)], [LONG])
         found.append(np.array(logits))
+        assert kv_cache.save(sequence, LONG).nbytes == cost.of(LONG)
     known = np.isfinite(found[0])
     assert np.array_equal(known, np.isfinite(found[1]))
     expected, actual = (own[known] for own in found)
