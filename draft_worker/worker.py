@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from outrider.drafters.drafter import Drafter
-from outrider.drafters.fan_out import Calibration, FanOut
+from outrider.drafters.fan_out import FanOut
 from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, run_together
 from outrider.engine.memory import PeakMemory
@@ -102,8 +102,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         without one it may draft tokens that a grammar excludes."""
         super().__init__(link, lambda: drafter.prompt_cache.use)
         self._drafter, self._fan_out, self._memory, self._compiler = drafter, fan_out, memory, compiler
-        self._calibration = Calibration()
-        self._batcher = DraftBatcher(self._calibration)
+        self._batcher = DraftBatcher(drafter.calibration)
         self._longest_ms = dict[str, float]()  # by operation: read a piece of a text, grow branches, draft a chain
         self._forwards_since_read = 0
 
@@ -157,7 +156,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         tokens = message.tokens.tolist()
         constraint = self._compiler.constraint_of(message) if self._compiler is not None else None
         tree = self._drafter.open(tokens, message.sampling, constraint, message.fan_out)
-        work = WorkAhead(tree, message.eos, self._fan_out, self._calibration, tokens[tree.committed_len :])
+        work = WorkAhead(tree, message.eos, self._fan_out, self._drafter.calibration, tokens[tree.committed_len :])
         nothing = Commit(message.request, message.epoch, message.round, work.committed_len, (), None, 0, 0)
         self._running[message.request] = DraftRequest(work, nothing, clock.now())
 

@@ -7,8 +7,10 @@ A drafter knows tokens and nodes; it knows nothing of sockets, rounds or the out
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from outrider.drafters.fan_out import Calibration
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, OutriderError
@@ -112,7 +114,9 @@ class Drafter:
 
     `prompt_cache` holds prefixes of texts that have ended; it is empty if the drafter reads every text in full. `note`
     tells users how it runs, and is usually empty; one that runs in another's place also has it in `left_out`.
-    `features`: the source of the target's features, as the target must have it, if its trees read them.
+    `features`: the source of the target's features, as the target must have it, if its trees read them. `agreement`:
+    how often it predicted the target's next token in a trial at load; None: there was none. `is_weak`: its `note` says
+    why few drafts will be accepted.
     """
 
     backend: str
@@ -124,6 +128,13 @@ class Drafter:
     note = ""
     left_out: tuple[str, ...] = ()
     features = ""
+    agreement: float | None = None
+    is_weak = False
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """The calibration of all its drafts."""
+        return Calibration()
 
     def open(
         self, tokens: Sequence[int], sampling: SamplingParams, constraint: Constraint | None = None, cached: int = 1

@@ -20,6 +20,8 @@ from outrider.protocol.errors import ModelError
 ForwardHook = Callable[[Any, Any], None]
 _FINAL_NORM_NAMES = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm", "output_norm")
 _EMBEDDING_NAMES = ("embed_tokens", "wte", "tok_embeddings", "embeddings", "word_embeddings", "embed_in")
+Point = int | str
+"""Where rows are recorded: after a layer, given by its number, or `BEFORE_NORM` or `AFTER_NORM`, the final one."""
 BEFORE_NORM, AFTER_NORM = "before", "after"
 HiddenStatesCallback = Callable[..., None]
 """A callback that receives the hidden states of a part's tokens, [N, W] for each reader, lazy."""
@@ -92,28 +94,11 @@ def _find_child(backbone: nn.Module, names: tuple[str, ...], part: str) -> nn.Mo
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenStatePoints:
-    """Which rows are recorded, concatenated in this order: layers' outputs, the final norm's input, its output."""
-
-    layers: tuple[int, ...] = ()
-    before_norm: bool = False
-    after_norm: bool = False
-
-    @property
-    def count(self) -> int:
-        return len(self.layers) + self.before_norm + self.after_norm
-
-    @property
-    def keys(self) -> tuple[object, ...]:
-        """A key for each point, in their order."""
-        return (*self.layers, *[BEFORE_NORM] * self.before_norm, *[AFTER_NORM] * self.after_norm)
-
-
-@dataclass(frozen=True, slots=True)
 class HiddenStateReader:
-    """Reads the rows of its `points`; `fuse`, if any, converts them [N, points * D] to those that it uses, [N, W]."""
+    """Reads the rows of its `points`, concatenated; `fuse`, if any, converts them [N, points * D] to those that it
+    uses, [N, W]."""
 
-    points: HiddenStatePoints
+    points: Sequence[Point]
     fuse: Callable[[mx.array], mx.array] | None = None
 
 
@@ -123,17 +108,17 @@ class HiddenStates:
     def __init__(self, model: nn.Module, *readers: HiddenStateReader) -> None:
         """Raises ModelError if the model lacks a layer or the final norm, or a layer doesn't return a row per token."""
         self._readers = readers
-        self._keys = {key for reader in readers for key in reader.points.keys}
-        self._seen: dict[object, mx.array] | None = None
+        self._points = {point for reader in readers for point in reader.points}
+        self._seen: dict[Point, mx.array] | None = None
         backbone, layers = find_backbone(model)
         self._norm: nn.Module | None = None
         self._last = len(layers) - 1
-        self._layers = sorted({number for reader in readers for number in reader.points.layers})
+        self._layers = sorted(point for point in self._points if isinstance(point, int))
         for number in self._layers:
             if not 0 <= number < len(layers):
                 raise ModelError(f"there is no layer {number}; expected 0 to {len(layers) - 1}")
             register_forward_hook(layers[number], "taps", partial(self._record, number))
-        if self._keys & {BEFORE_NORM, AFTER_NORM}:
+        if self._points & {BEFORE_NORM, AFTER_NORM}:
             self._norm = find_final_norm(backbone)
             register_forward_hook(self._norm, "taps", self._record_norm)
         self._check_shapes(model)
@@ -146,7 +131,7 @@ class HiddenStates:
             return call()
         with self._open() as seen:
             logits = call()
-        flat = [mx.concatenate([seen[key] for key in reader.points.keys], axis=-1)[0] for reader in self._readers]
+        flat = [mx.concatenate([seen[point] for point in reader.points], axis=-1)[0] for reader in self._readers]
         if not all(callback for _, callback in parts):
             has_callback = np.repeat([callback is not None for _, callback in parts], [count for count, _ in parts])
             taken = mx.array(np.flatnonzero(has_callback).astype(np.int32))
@@ -160,7 +145,7 @@ class HiddenStates:
         return logits
 
     @contextmanager
-    def _open(self) -> Iterator[dict[object, mx.array]]:
+    def _open(self) -> Iterator[dict[Point, mx.array]]:
         """Records during the block. Afterwards no reference is kept, so that buffers can be reused."""
         seen = self._seen = {}
         try:
@@ -182,9 +167,9 @@ class HiddenStates:
         if number == self._last and self._norm is not None:
             self._norm(out)  # its callback records them, too
 
-    def _record(self, key: object, _: Any, out: Any) -> None:
+    def _record(self, point: Point, _: Any, out: Any) -> None:
         if self._seen is not None:
-            self._seen[key] = out[0] if isinstance(out, tuple) else out
+            self._seen[point] = out[0] if isinstance(out, tuple) else out
 
     def _record_norm(self, x: Any, out: Any) -> None:
         self._record(BEFORE_NORM, None, x)
@@ -194,11 +179,12 @@ class HiddenStates:
         """Builds a forward without evaluating it and checks the shapes."""
         with self._open() as seen:
             model(mx.array([[0, 0]]))
-        for key in self._keys:
-            shape = seen[key].shape if key in seen else None
+        for point in self._points:
+            shape = seen[point].shape if point in seen else None
             if shape is None or shape[:-1] != (1, 2):
                 raise ModelError(
-                    f"the model's hidden states at {key!r} have the shape {shape}; expected (1, 2, D), a row per token"
+                    f"the model's hidden states at {point!r} have the shape {shape}; expected (1, 2, D), a row per"
+                    " token"
                 )
 
 

@@ -1,6 +1,6 @@
 """The drafters in the target's process. They draft between two verifies, without messages, and do not work ahead.
 
-A drafter is a draft model (`InProcessModel`), a head that reads the target's hidden states (`HeadDrafter`), an early
+A drafter is a draft model (`Drafter`), a head that reads the target's hidden states (`HeadDrafter`), an early
 exit of the target (`ExitDrafter`), or n-grams (`NgramDrafter`). One that can't be loaded is left out with a note.
 """
 
@@ -13,7 +13,7 @@ from functools import cached_property, partial
 import mlx.core as mx
 
 from outrider.drafters.drafter import Drafter
-from outrider.drafters.fan_out import FAN_OUT_POLICIES, Calibration
+from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.growth import BranchTask, Continuation, without_forwards
 from outrider.drafters.heads import load as heads
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
@@ -48,10 +48,10 @@ def propose(turns: Sequence[DraftTurn]) -> list[Continuation | OutriderError]:
 class ModelDraftSession:
     """A request of a draft model. Each `turn` first commits the new tokens in the model's tree."""
 
-    def __init__(self, model: InProcessModel, sampling: SamplingParams, constraint: Constraint | None = None) -> None:
+    def __init__(self, drafter: Drafter, sampling: SamplingParams, constraint: Constraint | None = None) -> None:
         # No outcomes are prepared, so there are no tokens whose weight Saguaro's factor could lower.
         self._sampling = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
-        self._drafter, self._calibration, self._constraint = model.drafter, model.calibration, constraint
+        self._drafter, self._constraint = drafter, constraint
         self._has_begun = False
         self._work: WorkAhead | None = None
 
@@ -68,7 +68,7 @@ class ModelDraftSession:
         elif not self._has_begun:
             self._has_begun = True  # if it fails, this text gets no drafts
             tree, policy = self._drafter.open(tokens, self._sampling, self._constraint), FAN_OUT_POLICIES["uniform"]
-            self._work = WorkAhead(tree, (), policy, self._calibration, tokens[tree.committed_len :])
+            self._work = WorkAhead(tree, (), policy, self._drafter.calibration, tokens[tree.committed_len :])
         if self._work is None:
             return DraftTurn(without_forwards(Continuation()))
         work, new = self._work, tokens[self._work.committed_len :]
@@ -86,20 +86,6 @@ class ModelDraftSession:
 DraftSession = ModelDraftSession | HeadDraft | NgramDraft
 
 
-class InProcessModel:
-    """A draft model in the target's process."""
-
-    agreement: float | None = None
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.weight_bytes, self.note = drafter, drafter.weight_bytes, drafter.note
-        self.prompt_cache = drafter.prompt_cache
-        self.calibration = Calibration()
-
-
-InProcessProposer = InProcessModel | HeadDrafter | NgramDrafter
-
-
 @dataclass(eq=False)
 class InProcessDrafters:
     """Any number of drafters, by name. The first one drafts if a round names none.
@@ -108,18 +94,15 @@ class InProcessDrafters:
     the others' own.
     """
 
-    drafters: Mapping[str, InProcessProposer]
+    drafters: Mapping[str, Drafter | NgramDrafter]
     infos: tuple[workers.InProcessDrafter, ...] = ()
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @cached_property
     def _heads(self) -> dict[str, HeadDrafter]:
-        return {
-            name: own
-            for name, own in self.drafters.items()
-            if isinstance(own, HeadDrafter) and not isinstance(own, ExitDrafter)
-        }
+        heads = {name: own for name, own in self.drafters.items() if isinstance(own, HeadDrafter)}
+        return {name: own for name, own in heads.items() if own.head.points}  # an early exit has none
 
     @property
     def weight_bytes(self) -> int:
@@ -163,8 +146,6 @@ class InProcessDrafters:
         sessions: dict[str, Callable[[], DraftSession]] = {}
         for name, proposer in self.drafters.items():
             match proposer:
-                case InProcessModel():
-                    sessions[name] = partial(ModelDraftSession, proposer, sampling, constraint())
                 case NgramDrafter():
                     sessions[name] = partial(NgramDraft, proposer)
                 case ExitDrafter():
@@ -173,6 +154,8 @@ class InProcessDrafters:
                     )
                 case HeadDrafter():
                     sessions[name] = partial(drafts.__getitem__, name)
+                case Drafter():
+                    sessions[name] = partial(ModelDraftSession, proposer, sampling, constraint())
         return sessions
 
     def divide_memory(self, limit: int, context: int, whole: KvCost) -> int:
@@ -217,19 +200,19 @@ def load(
     n-grams, "" without one; None: no n-grams. They are used where ONNX Runtime computes: MLX begins a forward before
     the tokens of the one before are known, and n-grams in between would have to wait for them.
     """
-    drafters: dict[str, InProcessProposer] = {}
+    drafters: dict[str, Drafter | NgramDrafter] = {}
     infos, left_out, notes = [], [], []
     for name, (kind, path) in zip(unique_names(kind for kind, _ in wanted), wanted, strict=True):
         try:
             if kind == DRAFT_MODEL:
-                drafter: InProcessModel | HeadDrafter = InProcessModel(MlxDrafter.load(path, progress))
+                drafter: Drafter = MlxDrafter.load(path, progress)
             else:
                 drafter = heads.load(kind, path, model, progress, unsharded)
         except OutriderError as error:
             left_out.append(f"drafter {name} is not used: {error}")
             continue
         drafters[name] = drafter
-        if isinstance(drafter, HeadDrafter) and drafter.is_weak:
+        if drafter.is_weak:
             left_out.append(f"drafter {name}: {drafter.note}")
         elif drafter.note:
             notes.append(drafter.note)
@@ -245,7 +228,7 @@ def load(
     return InProcessDrafters(drafters, tuple(infos), tuple(left_out), tuple(notes))
 
 
-def _relative_cost(drafter: InProcessModel | HeadDrafter, model: LoadedModel) -> float:
+def _relative_cost(drafter: Drafter, model: LoadedModel) -> float:
     """Returns the likely cost of a drafted token relative to a step of the target, by the weights that they read.
 
     ONNX Runtime has the weights of heads and target in about as many bits each. The tokens of a block share a forward.

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from outrider.drafters.coreml import trial
 from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.selection import cached_package
-from outrider.drafters.coreml.trial import TrialResult
+from outrider.drafters.coreml.trial import Trial
 from outrider.engine.loading import load as load_model
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.pairing.model_files import find_model
@@ -33,15 +33,14 @@ _UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU") if sys.platform == "darwin" e
 _DECODE_STEPS = 60
 
 
-def row_cells(weights: str, units: str, row: TrialResult) -> tuple[str, ...]:
+def row_cells(weights: str, units: str, row: Trial) -> tuple[str, ...]:
     """Returns the cells of a table row."""
     head = (weights, units, "NO" if row.reason else "yes")
-    if row.trial is None:
+    if row.failure:
         return (*head, *[""] * (len(COLUMNS) - len(head) - 1), row.reason)
-    found = row.trial
-    times = [f"{found.ms[name]:.3f}" for name in ("q1", "q8", "q16", "q32", "prefill64")]
-    share = "" if found.engine_share is None else f"{found.engine_share:.3f}"
-    measured = (f"{found.agreement:.3f}", f"{found.distance:.4f}", f"{found.load_seconds:.1f}")
+    times = [f"{row.ms[name]:.3f}" for name in ("q1", "q8", "q16", "q32", "prefill64")]
+    share = "" if row.engine_share is None else f"{row.engine_share:.3f}"
+    measured = (f"{row.agreement:.3f}", f"{row.distance:.4f}", f"{row.load_seconds:.1f}")
     return (*head, *measured, *times, share, row.reason)
 
 

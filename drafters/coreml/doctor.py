@@ -22,7 +22,7 @@ import msgspec
 from outrider.drafters.coreml import trial
 from outrider.drafters.coreml.runtimes import os_build, require_core_ml
 from outrider.drafters.coreml.selection import PREFERRED_UNITS, cached_package, package_folder
-from outrider.drafters.coreml.trial import TrialResult
+from outrider.drafters.coreml.trial import Trial
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import find_model_folder
@@ -88,13 +88,12 @@ def measure_core_ml(checkpoint: Path, try_now: bool) -> list[Placement]:
         return [Placement("Core ML", False, note="the draft is not converted yet: run `outrider doctor --probe`")]
     package, places = cached_package(checkpoint, log.info), []
     for units in PREFERRED_UNITS:
-        result = trial.try_once(package, units, log.info) if try_now else trial.kept_result(package, units)
-        if result is None:
-            result = TrialResult("not measured yet: run `outrider doctor --probe`")
-        ms, share = (result.trial.ms, result.trial.engine_share) if result.trial is not None else ({}, None)
-        name, note = f"Core ML on {units}, {package.layout.weights}", result.reason or _COREML_NOTE
-        eight = ms.get(f"q{_TREE_ROWS}")
-        places.append(Placement(name, not result.reason, ms.get("q1"), eight, share, note))
+        found = trial.try_once(package, units, log.info) if try_now else trial.kept_trial(package, units)
+        if found is None:
+            found = Trial("not measured yet: run `outrider doctor --probe`")
+        name, note = f"Core ML on {units}, {package.layout.weights}", found.reason or _COREML_NOTE
+        one, eight = found.ms.get("q1"), found.ms.get(f"q{_TREE_ROWS}")
+        places.append(Placement(name, not found.reason, one, eight, found.engine_share, note))
     return places
 
 

@@ -67,12 +67,11 @@ def choose_unit(package: Package, progress: ProgressCallback) -> tuple[str, str]
     """
     rejections: list[str] = []
     for units in PREFERRED_UNITS:
-        result = trial.try_once(package, units, progress)
-        if result.trial is not None and not result.reason:
-            weights, ms = package.layout.weights, result.trial.ms["q1"]
-            sentence = f"drafting with Core ML on {units}, {weights}, {ms:.2f} ms a token"
+        found = trial.try_once(package, units, progress)
+        if not found.reason:
+            sentence = f"drafting with Core ML on {units}, {package.layout.weights}, {found.ms['q1']:.2f} ms a token"
             return units, f"{sentence} ({'; '.join(rejections)})" if rejections else sentence
-        rejections.append(f"{units}: {result.reason}")
+        rejections.append(f"{units}: {found.reason}")
     raise DeviceUnavailable(f"Core ML does not help this draft on this machine ({'; '.join(rejections)})")
 
 

@@ -17,7 +17,7 @@ import time
 import timeit
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
@@ -54,7 +54,7 @@ _WARM_UP_CALLS = 3
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The measurements of a package on a unit.
+    """The measurements of a package on a unit, or, with a `failure`, why there are none.
 
     `agreement`: the share of compared rows whose best token is that of `Package.expected` (see `agreement`);
     `distance`: the mean total variation between the two distributions. `ms`: median milliseconds a call by function;
@@ -62,53 +62,46 @@ class Trial:
     `load_seconds` includes the compilation, if the package was not compiled before.
     """
 
-    load_seconds: float
-    agreement: float
-    distance: float
-    ms: dict[str, float]
-    engine_share: float | None
+    failure: str
+    load_seconds: float = 0.0
+    agreement: float = 1.0
+    distance: float = 0.0
+    ms: dict[str, float] = field(default_factory=dict)
+    engine_share: float | None = None
 
     @property
-    def fault(self) -> str:
+    def reason(self) -> str:
         """Why the unit must not be used, or "" if it may be."""
         if self.agreement < _MIN_AGREEMENT:
             return f"it agreed with the reference on {self.agreement:.0%} of tokens; expected {_MIN_AGREEMENT:.0%}"
         if self.distance > _MAX_DISTANCE:
             return f"its distributions are {self.distance:.3f} from the reference; expected at most {_MAX_DISTANCE}"
-        return ""
+        return self.failure
 
 
-@dataclass(frozen=True, slots=True)
-class TrialResult:
-    """`reason`: why the unit must not be used, or "". `trial`: None if it did not finish."""
-
-    reason: str
-    trial: Trial | None = None
-
-
-def kept_result(package: Package, units: str) -> TrialResult | None:
-    """Returns the result of an earlier trial with this build of macOS and version of coremltools, if there is one."""
+def kept_trial(package: Package, units: str) -> Trial | None:
+    """Returns an earlier trial with this build of macOS and version of coremltools, if there is one."""
     with suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(_result_file(package, units).read_bytes(), type=TrialResult)
+        return msgspec.json.decode(_trial_file(package, units).read_bytes(), type=Trial)
     return None
 
 
-def try_once(package: Package, units: str, progress: Callable[[str], None]) -> TrialResult:
-    """Returns the kept result, or that of a trial that is run now."""
-    if (kept := kept_result(package, units)) is not None:
+def try_once(package: Package, units: str, progress: Callable[[str], None]) -> Trial:
+    """Returns the kept trial, or one that is run now."""
+    if (kept := kept_trial(package, units)) is not None:
         return kept
     progress(f"trying Core ML on {units} with this draft (once)")
-    result = run_trial(package, units)
-    replace_file(_result_file(package, units), msgspec.json.encode(result))
-    return result
+    found = run_trial(package, units)
+    replace_file(_trial_file(package, units), msgspec.json.encode(found))
+    return found
 
 
-def _result_file(package: Package, units: str) -> Path:
+def _trial_file(package: Package, units: str) -> Path:
     system = f"{os_build()}-{platform.machine()}-coremltools{version('coremltools')}"
-    return cache_folder() / "coreml" / "probes" / f"{package.manifest.key}-{units}-{system}.json"
+    return cache_folder() / "coreml" / "trials" / f"{package.manifest.key}-{units}-{system}.json"
 
 
-def run_trial(package: Package, units: str, predictions: int = DEFAULT_PREDICTIONS) -> TrialResult:
+def run_trial(package: Package, units: str, predictions: int = DEFAULT_PREDICTIONS) -> Trial:
     """Tries `package` on `units` in a process of its own: compiles, loads, compares, predicts and measures."""
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
@@ -116,16 +109,15 @@ def run_trial(package: Package, units: str, predictions: int = DEFAULT_PREDICTIO
         try:
             done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
-            return TrialResult(f"its trial was still running after {_TIMEOUT_SECONDS:.0f} seconds")
+            return Trial(f"its trial was still running after {_TIMEOUT_SECONDS:.0f} seconds")
         if result.is_file():
-            found = msgspec.json.decode(result.read_bytes(), type=Trial)
-            return TrialResult(found.fault, found)
+            return msgspec.json.decode(result.read_bytes(), type=Trial)
     if done.returncode < 0:
         number = -done.returncode
-        return TrialResult(f"its trial was ended by signal {number} ({signal.strsignal(number)})")
+        return Trial(f"its trial was ended by signal {number} ({signal.strsignal(number)})")
     lines = done.stderr.strip().splitlines()
     reason = f": {lines[-1]}" if lines else f" with exit code {done.returncode}"
-    return TrialResult(f"its trial failed{reason}")
+    return Trial(f"its trial failed{reason}")
 
 
 def trial_command(package: Package, units: str, predictions: int, result: Path) -> list[str]:
@@ -150,6 +142,7 @@ def measure_package(package: Package, units: str, predictions: int) -> Trial:
     actual, expected = _compute_logits(host), package.expected
     actual_probs, expected_probs = (mx.softmax(mx.array(logits), axis=-1) for logits in (actual, expected))
     return Trial(
+        failure="",
         load_seconds=round(load_seconds, 3),
         agreement=agreement(actual, expected),
         distance=float(mx.abs(actual_probs - expected_probs).sum(axis=-1).mean() / 2),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from outrider.drafters.coreml import layout
 from outrider.drafters.coreml.layout import TRIAL_PROMPT_TOKENS
-from outrider.engine.loading import read_config, read_model
+from outrider.engine.loading import find_model_folder, read_config, read_model
 from outrider.engine.ort.layers import check_rope, rope_angles
 from outrider.protocol.errors import ModelError
 
@@ -101,9 +101,8 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, kind: str) -> None:
-        if not (path / "config.json").is_file() or not any(path.glob("model*.safetensors")):
-            raise ModelError(f"{path} is not a model folder; expected config.json and model*.safetensors in it")
-        self.path, self.architecture = path, layout.read_architecture(read_config(path))
+        self.path = find_model_folder(path)
+        self.architecture = layout.read_architecture(read_config(path))
         self._model, _ = read_model(path)
         self.parameters = int(get_total_parameters(self._model))
         self._kind = kind

@@ -138,7 +138,7 @@ class HeadCheckpoint:
         Values that are null have their defaults. Positions count from the first feature, so the target's context is the
         limit.
         """
-        heads, limits = layer["num_attention_heads"], (self.target.config, layer)
+        heads = layer["num_attention_heads"]
         if (activation := layer.get("hidden_act", "silu")) not in MLPS:
             raise ValueError(f"hidden_act {activation!r}, not {' or '.join(MLPS)}")
         found = {
@@ -146,7 +146,7 @@ class HeadCheckpoint:
             **flat_rope_fields(layer),
             "num_key_value_heads": layer.get("num_key_value_heads") or heads,
             "head_dim": layer.get("head_dim") or layer["hidden_size"] // heads,
-            "context_length": next(filter(None, (config.get("max_position_embeddings") for config in limits)), None),
+            "context_length": self.target.context_length,
             "qk_norm": "layers.0.self_attn.q_norm.weight" in self.weights,
             "biases": "".join(name for name in "qkvo" if f"layers.0.self_attn.{name}_proj.bias" in self.weights),
             **computed,
@@ -167,14 +167,14 @@ class HeadCheckpoint:
             )
         return taps
 
-    def check_hidden_size(self, own: int) -> None:
-        """Raises CannotDraft if the target has another hidden size."""
-        size = int(self.target.config["hidden_size"])
-        if own != size:
-            raise CannotDraft(
-                f"{self.name} expects a hidden size of {own}, but this target has {size};"
-                " expected a head for this target"
-            )
+    def check_target(self, **sizes: int | None) -> None:
+        """Raises CannotDraft if the target's config.json has other `sizes`; None: any will do."""
+        for name, own in sizes.items():
+            if own is not None and (size := int(self.target.config[name])) != int(own):
+                raise CannotDraft(
+                    f"{self.name} is for a target whose {name} is {own}, but this one's is {size};"
+                    " expected a head for this target"
+                )
 
     def check_mask_token(self, token: int | None) -> int:
         """Returns the mask token, or raises CannotDraft if the target lacks it."""
@@ -192,14 +192,14 @@ class HeadCheckpoint:
         if d2t is None or (count == size and not d2t.any().item()):
             if count > size:
                 raise CannotDraft(f"{name} has {count} tokens and this target {size}; expected a head for this target")
-            return DraftVocabulary(size) if count == size else DraftVocabulary.of(size, mx.arange(count))
+            return DraftVocabulary(size) if count == size else DraftVocabulary(size, mx.arange(count))
         if d2t.shape != (count,):
             raise CannotDraft(f"{name} maps {d2t.shape} tokens and its config says {count}; download the head again")
         ids = mx.arange(count) + d2t.astype(mx.int32)
         listed = cast("list[int]", ids.tolist())
         if min(listed) < 0 or max(listed) >= size:
             raise CannotDraft(f"{name} has tokens beyond this target's {size}; expected a head for its vocabulary")
-        return DraftVocabulary.of(size, ids)
+        return DraftVocabulary(size, ids)
 
     def load_into(self, head: nn.Module, exact: Container[str] = ()) -> None:
         """Loads the weights, all in the format of the largest one, except that `exact` ones become float32. Afterwards

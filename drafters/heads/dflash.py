@@ -15,11 +15,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.drafters.heads.checkpoint import HeadCheckpoint, Layer
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Layer
 from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.heads.layers import MLPS, Attention, BlockLink, DraftVocabulary, LayerSizes, Markov, Selector
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.protocol.errors import CannotDraft
 
 _SUPPORTED_MODEL_TYPES = ("qwen3", "llama", "dflash", "dspark", "")
@@ -103,14 +102,12 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
 
 
 class DFlash(BlockHead):
-    """`embed` and `output` are the target's layers. With a vocabulary of its own it has its own output layer."""
+    """With a vocabulary of its own it has its own output layer."""
 
-    def __init__(self, config: DFlashConfig, embed: Layer, output: Layer, vocabulary: DraftVocabulary) -> None:
-        super().__init__()
+    def __init__(self, config: DFlashConfig, target: HeadTarget, vocabulary: DraftVocabulary) -> None:
+        super().__init__(target, vocabulary)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self._config, self._embed, self._output = config, embed, output
-        self._vocabulary = vocabulary
-        self.points, self.context_length = HiddenStatePoints(config.taps), config.context_length
+        self._config, self.points = config, config.taps
         self.depth, self.mask_token = config.depth, config.mask_token_id
         self.from_anchor = config.from_anchor
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
@@ -146,11 +143,11 @@ class DFlash(BlockHead):
 
     def logits(self, hidden: mx.array) -> mx.array:
         factor, softcap = self._config.output_multiplier, self._config.final_logit_softcapping
-        output = self.lm_head if "lm_head" in self else self._output
+        output = self.get("lm_head", self._output)
         logits = output(hidden * factor if factor != 1 else hidden).astype(mx.float32)
         if softcap:
             logits = mx.tanh(logits / softcap) * softcap
-        return self._vocabulary.spread(logits)
+        return self.vocabulary.spread(logits)
 
 
 def build(published: HeadCheckpoint) -> DFlash:
@@ -170,11 +167,10 @@ def build(published: HeadCheckpoint) -> DFlash:
         weights = {key: value for key, value in weights.items() if not key.startswith("confidence_head.")}
         checkpoint = replace(published, config=config, weights=weights)
         settings = _parse_config(checkpoint)
-        _check_target(checkpoint, settings)
+        _check_settings(checkpoint, settings)
         vocabulary = checkpoint.vocabulary(int(config["draft_vocab_size"]) if "d2t" in weights else target.vocab_size)
         factor = 1.0 if "speculators_model_type" in config else target.embed_factor  # speculators trains on the table
-        embed: Layer = lambda tokens: target.embed(tokens) * factor  # noqa: E731
-        head = DFlash(settings, embed, target.output, vocabulary)
+        head = DFlash(settings, replace(target, embed=lambda tokens: target.embed(tokens) * factor), vocabulary)
         checkpoint.load_into(head)
         return head
 
@@ -233,16 +229,11 @@ def _parse_layers(config: Mapping[str, Any]) -> Iterator[tuple[int | None, bool]
         yield window if slides or every else None, by_default if causal is None else bool(causal)
 
 
-def _check_target(checkpoint: HeadCheckpoint, settings: DFlashConfig) -> None:
-    config, layers, name = checkpoint.config, checkpoint.target.layers, checkpoint.name
+def _check_settings(checkpoint: HeadCheckpoint, settings: DFlashConfig) -> None:
+    config, name = checkpoint.config, checkpoint.name
     if config.get("model_type", "") not in _SUPPORTED_MODEL_TYPES:
         raise CannotDraft(f"{name} is built of {config['model_type']} layers; expected those of qwen3 or llama")
-    checkpoint.check_hidden_size(settings.hidden_size)
-    if int(config.get("num_target_layers") or layers) != layers:
-        raise CannotDraft(
-            f"{name} was trained for a target of {config['num_target_layers']} layers, but this one has {layers};"
-            " expected a head for this target"
-        )
+    checkpoint.check_target(hidden_size=settings.hidden_size, num_hidden_layers=config.get("num_target_layers"))
     checkpoint.check_mask_token(settings.mask_token_id)
     if settings.depth < 1:
         raise CannotDraft(f"{name} has blocks of {config.get('block_size')} tokens; expected at least 2")

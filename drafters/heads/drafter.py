@@ -9,7 +9,6 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from outrider.drafters.drafter import Drafter, TokenTree
-from outrider.drafters.fan_out import Calibration
 from outrider.drafters.growth import MAX_CHILDREN, ChainAlternatives, Continuation, Steps
 from outrider.drafters.heads.head import BlockHead, Head
 from outrider.drafters.heads.kv_rows import MAX_PENDING_PAIRS, BlockKVRows, MaskedKVRows, PairKVRows
@@ -40,14 +39,7 @@ _MAX_REREAD_TOKENS = 16  # cached tokens that the target reads again, so that th
 
 
 class HeadDrafter(Drafter):
-    """A `Drafter` with `head`, and a drafter in the target's process.
-
-    `is_weak`: its `note` says why few drafts will be accepted. `agreement`: how often the head predicted the target's
-    next token in a trial; None: there was none.
-    """
-
-    agreement: float | None = None
-    is_weak = False
+    """A `Drafter` with `head`, and a drafter in the target's process."""
 
     def __init__(
         self, head: Head, vocab_size: int, cpu: OrtForward | None = None, backend: str = "", features: str = ""
@@ -56,9 +48,9 @@ class HeadDrafter(Drafter):
         self.head, self.backend, self.features = head, backend, features
         self.vocab_size, self.context_length, self.weight_bytes = vocab_size, head.context_length, head.weight_bytes
         self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))
-        self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
+        pair_bytes = head.bytes_per_pair if cpu is None else 2 * sum(keys.nbytes for keys in cpu.columns)
+        self.prompt_cache = PromptCache(KvCost(0, pair_bytes))
         self.kv_cache: HeadKVCache = FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, cpu)
-        self.calibration = Calibration()
 
     def make_tree(self, sampler: Sampler, draws: Draws | None) -> TokenTree:
         """Returns a tree that reads tokens when their features have arrived, and can grow once the first ones have."""

@@ -6,7 +6,7 @@ begins, and which norms there are. Weights have speculators' names.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
-from outrider.drafters.heads.head import PairHead
+from outrider.drafters.heads.head import LayersHead
 from outrider.drafters.heads.layers import MLPS, Attention, DraftVocabulary, LayerSizes
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints
-from outrider.engine.ort.layers import DecoderLayers
+from outrider.engine.hidden_states import AFTER_NORM
 from outrider.protocol.errors import CannotDraft
 
 if TYPE_CHECKING:
@@ -70,20 +69,20 @@ class Eagle3Layer(nn.Module):  # type: ignore[misc]
         return out
 
 
-class Eagle3(PairHead):
+class Eagle3(LayersHead):
     """`parts`: the names of its tensors, of which some are optional: its own embedding and output layer (else it uses
     the target's), norms of each tapped row before fusing (`fc_norm`) or of all as one (`input_norm`), and P-EAGLE's
     rows of a mask (`mask_hidden`; arXiv 2602.01469).
     """
 
     def __init__(
-        self, config: Eagle3Config, target: HeadTarget, vocabulary: DraftVocabulary, parts: Collection[str]
+        self, config: Eagle3Config, target: HeadTarget, vocabulary: DraftVocabulary, parts: Container[str]
     ) -> None:
-        super().__init__()
+        super().__init__(target, vocabulary)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.config, self._embed, self._output, self.vocabulary = config, target.embed, target.output, vocabulary
-        self.points, self.context_length = HiddenStatePoints(config.taps, False, not config.taps), config.context_length
-        fused = self.points.count * config.target_hidden_size
+        self.points, self._windows = config.taps or (AFTER_NORM,), config.windows
+        self.gives_normed, self._norm_before_residual = config.norm_output, config.norm_before_residual
+        fused = len(self.points) * config.target_hidden_size
         if "fc_norm.0.weight" in parts:
             self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.taps]
         if "input_norm.weight" in parts:
@@ -107,38 +106,22 @@ class Eagle3(PairHead):
         return fused
 
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
-        embed = self.embed_tokens if "embed_tokens" in self else self._embed
+        embed = self.get("embed_tokens", self._embed)
         embedded, x = embed(tokens).astype(self.norm.weight.dtype), features
-        for layer, cache, window in zip(self.layers, caches, self.config.windows, strict=True):
+        for layer, cache, window in zip(self.layers, caches, self._windows, strict=True):
             mask = cache.make_mask(tokens.shape[1], window_size=window)
             x = layer(x, embedded if layer is self.layers[0] else None, mask, cache)
         return x
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        output = self.lm_head if "lm_head" in self else self._output
-        return self.vocabulary.spread(output(self.norm(hidden)).astype(mx.float32))
-
-    def next_features(self, hidden: mx.array) -> mx.array:
-        normed: mx.array = self.norm(hidden)
-        return normed if self.config.norm_output else hidden
 
     @property
     def mask_feature(self) -> mx.array | None:
         return self.fuse(self.mask_hidden[0]) if "mask_hidden" in self else None
 
-    def decoder(self, target: DecoderLayers) -> DecoderLayers:
-        table, output = self.get("embed_tokens", target.embedding), self.get("lm_head", target.output)
-        return replace(
-            target, layers=self.layers, embedding=table, norm=self.norm, output=output, begin=self._build_input,
-            gives_normed=self.config.norm_output, vocab_size=self.vocabulary.size, tokens=self.vocabulary.ids,
-            windows=self.config.windows,
-        )  # fmt: skip
-
-    def _build_input(self, b: Builder) -> tuple[str, str]:
+    def build_input(self, b: Builder) -> tuple[str, str]:
         first = self.layers[0]
         normed = b.norm("features", first.hidden_norm)
         both = b.op("Concat", b.norm("x", first.input_layernorm), normed, axis=-1)
-        return (normed if self.config.norm_before_residual else "features"), both
+        return (normed if self._norm_before_residual else "features"), both
 
 
 def build(published: HeadCheckpoint) -> Eagle3:
@@ -155,7 +138,7 @@ def build(published: HeadCheckpoint) -> Eagle3:
         checkpoint = replace(published, weights=weights)
         settings, count = _parse_config(checkpoint)
         vocabulary = checkpoint.vocabulary(count)
-        checkpoint.check_hidden_size(settings.target_hidden_size)
+        checkpoint.check_target(hidden_size=settings.target_hidden_size)
         own = {"embed_tokens.weight", "lm_head.weight"} <= set(weights)
         if not own and settings.hidden_size != settings.target_hidden_size:
             raise CannotDraft(f"{checkpoint.name} is narrower than the target; expected embed_tokens and lm_head in it")

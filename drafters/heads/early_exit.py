@@ -22,7 +22,6 @@ from outrider.drafters.heads.trees import HeadTree
 from outrider.engine.cache import FlatSequence
 from outrider.engine.hidden_states import (
     FirstLayers,
-    HiddenStatePoints,
     HiddenStateReader,
     HiddenStates,
     find_backbone,
@@ -35,7 +34,6 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
 from outrider.protocol.errors import CannotDraft
-from outrider.protocol.heads import text_config
 from outrider.protocol.sampling import SamplingParams
 
 _MAX_CHAIN_TOKENS = 8
@@ -78,16 +76,14 @@ class EarlyExit(PairHead):
     """A head whose vectors are the target's rows after its first `exit_layer` layers; it needs no features."""
 
     reach = 1
-    points = HiddenStatePoints()
+    points = ()
     layers: tuple[nn.Module, ...] = ()  # its keys and values are the target's
 
-    def __init__(
-        self, exit_layer: int, norm: Layer, output: Layer, context_length: int, adapter: ExitAdapter | None = None
-    ) -> None:
-        """`norm` and `output` are the target's last layers."""
-        super().__init__()
-        self.exit_layer, self.context_length, self.adapter = exit_layer, context_length, adapter
-        self._norm, self._output = norm, output
+    def __init__(self, exit_layer: int, target: LoadedModel, adapter: ExitAdapter | None = None) -> None:
+        super().__init__(HeadTarget.of(target))
+        norm = find_final_norm(find_backbone(target.model)[0])
+        self.exit_layer, self.adapter = exit_layer, adapter
+        self._norm: Layer = lambda rows: norm(rows)  # a function, since a module would become part of this one
 
     def logits(self, hidden: mx.array) -> mx.array:
         adapted = self.adapter(hidden) if self.adapter is not None else hidden
@@ -100,11 +96,7 @@ def generate_trial_text(model: LoadedModel) -> list[int]:
     return [0, *(verify(slot).bonus for _ in range(_TRIAL_TOKENS))]
 
 
-def read_rows(
-    target: LoadedModel,
-    text: Sequence[int],
-    reader: HiddenStateReader,
-) -> tuple[mx.array, mx.array]:
+def read_rows(target: LoadedModel, text: Sequence[int], reader: HiddenStateReader) -> tuple[mx.array, mx.array]:
     """Returns the target's logits [T, V] of a text, and the rows [T, W] of this reader."""
     rows: list[mx.array] = []
     hidden_states = HiddenStates(target.model, reader)
@@ -114,8 +106,8 @@ def read_rows(
 
 def measure_agreements(target: LoadedModel, exits: Sequence[EarlyExit]) -> list[float]:
     """Returns how often each exit predicts a text of the target as the target does."""
-    points = HiddenStatePoints(tuple(exit.exit_layer - 1 for exit in exits))
-    logits, rows = read_rows(target, generate_trial_text(target), HiddenStateReader(points))
+    reader = HiddenStateReader([exit.exit_layer - 1 for exit in exits])
+    logits, rows = read_rows(target, generate_trial_text(target), reader)
     predicted = [exit.logits(own) for exit, own in zip(exits, mx.split(rows, len(exits), axis=-1), strict=True)]
     truth = mx.argmax(logits, axis=-1)
     return [cast(float, (mx.argmax(own, axis=-1) == truth).mean().item()) for own in predicted]
@@ -123,7 +115,7 @@ def measure_agreements(target: LoadedModel, exits: Sequence[EarlyExit]) -> list[
 
 def reproduces_logits(target: LoadedModel, last: EarlyExit) -> bool:
     """Whether norm and output layer, applied to the rows after all layers, give the model's own logits."""
-    logits, rows = read_rows(target, list(range(8)), HiddenStateReader(HiddenStatePoints((last.exit_layer - 1,))))
+    logits, rows = read_rows(target, list(range(8)), HiddenStateReader([last.exit_layer - 1]))
     truth = logits.astype(mx.float32)
     apart = mx.abs(last.logits(rows) - truth).max()
     return bool((apart <= 1e-2 * mx.abs(truth).max()).item())
@@ -185,20 +177,20 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
     if not isinstance(open_kv_cache(target), FlatKVCache):
         raise CannotDraft(f"a {target.model_type} model can't batch requests, which early exit needs")
     count = len(find_backbone(target.model)[1])
-    if not reproduces_logits(target, _make_exit(target, count)):
+    if not reproduces_logits(target, EarlyExit(count, target)):
         raise CannotDraft(
             f"a {target.model_type} model has more after its layers than a norm and an output layer, so early exit is"
             " not supported"
         )
     if target.folder is not None and folder.samefile(target.folder):
-        exits, kind, mismatch = [_make_exit(target, n) for n in range(1, count, -(-count // _MAX_TRIED_EXITS))], "", ""
+        exits, kind = [EarlyExit(n, target) for n in range(1, count, -(-count // _MAX_TRIED_EXITS))], ""
     else:
-        exits, kind = [_read_adapted_exit(folder, target, count)], " and an adapter"
-        mismatch = find_target_mismatch(folder, target.folder)
+        exits, kind = [_read_adapted_exit(folder, target)], " and an adapter"
     if not exits:
         raise CannotDraft(f"the target has {count} layer, so early exit is not possible")
-    tried = list(zip(exits, measure_agreements(target, exits), strict=True))
+    tried = zip(exits, measure_agreements(target, exits), strict=True)
     best, agreement = max(tried, key=lambda pair: best_speedup(pair[1], pair[0].exit_layer / count))
+    mismatch = find_target_mismatch(folder, target.folder)
     if mismatch and agreement < MIN_AGREEMENT:
         raise CannotDraft(
             f"{folder}: {mismatch}, and never agrees with this one; expected an adapter trained for this target"
@@ -216,30 +208,17 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
     return drafter
 
 
-def _make_exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = None) -> EarlyExit:
-    norm, output = find_final_norm(find_backbone(target.model)[0]), HeadTarget.of(target).output
-    return EarlyExit(layers, lambda rows: norm(rows), output, target.context_length, adapter)
-
-
-def _read_adapted_exit(folder: Path, target: LoadedModel, count: int) -> EarlyExit:
+def _read_adapted_exit(folder: Path, target: LoadedModel) -> EarlyExit:
     checkpoint = HeadCheckpoint.read(folder, HeadTarget.of(target))
     with checkpoint.config_errors("early-exit"):
         settings = msgspec.convert(checkpoint.config, AdapterConfig, strict=False)
-        _check_target(settings, target, count, checkpoint.name)
+        layers = settings.num_hidden_layers
+        checkpoint.check_target(hidden_size=settings.hidden_size, num_hidden_layers=layers)
+        checkpoint.check_target(vocab_size=settings.vocab_size)
+        if not 0 < settings.exit_layer < layers:
+            raise CannotDraft(
+                f"{checkpoint.name} exits after {settings.exit_layer} layers of {layers}; expected 1 to {layers - 1}"
+            )
         adapter = ExitAdapter(settings)
         checkpoint.load_into(adapter)
-    return _make_exit(target, settings.exit_layer, adapter)
-
-
-def _check_target(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:
-    """Raises CannotDraft if the adapter is for another target."""
-    config = text_config(target.config)
-    expected = (settings.hidden_size, settings.num_hidden_layers, settings.vocab_size)
-    actual = (int(config["hidden_size"]), count, int(config["vocab_size"]))
-    if expected != actual:
-        raise CannotDraft(
-            f"{name} is for a target with a width of {expected[0]}, {expected[1]} layers and {expected[2]} tokens, and"
-            f" this one has {actual[0]}, {actual[1]} and {actual[2]}; expected one that was trained for it"
-        )
-    if not 0 < settings.exit_layer < count:
-        raise CannotDraft(f"{name} exits after {settings.exit_layer} layers of {count}; expected 1 to {count - 1}")
+    return EarlyExit(settings.exit_layer, target, adapter)

@@ -7,13 +7,16 @@ knows nothing of texts, sampling or requests.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from outrider.drafters.heads.layers import BlockLink
+from outrider.drafters.heads.checkpoint import HeadTarget
+from outrider.drafters.heads.layers import BlockLink, DraftVocabulary
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.hidden_states import Point
 from outrider.engine.ort.layers import DecoderLayers
 from outrider.protocol.errors import ModelError
 
@@ -23,14 +26,20 @@ class HeadModule(nn.Module):  # type: ignore[misc]
 
     `points`: where the target is tapped. `reach`: the number of newest pairs that the draft depends on; None: all.
     `depth`: how many tokens it drafts at once, with masks in the places of unknown ones; None: one after another.
-    A head with an output layer of its own names it `lm_head`; others need the target's, which ranks have in parts.
+    A head with an embedding or an output layer of its own names it `embed_tokens` or `lm_head`; others use the
+    target's, of which ranks have parts.
     """
 
-    points: HiddenStatePoints
-    context_length: int
+    points: tuple[Point, ...]
     reach: int | None = None
     depth: int | None = None
     mask_token: int
+
+    def __init__(self, target: HeadTarget, vocabulary: DraftVocabulary | None = None) -> None:
+        """`vocabulary`: the tokens of its own output layer; None: those of the target."""
+        super().__init__()
+        self._embed, self._output, self.context_length = target.embed, target.output, target.context_length
+        self.vocabulary = vocabulary or DraftVocabulary(target.vocab_size)
 
     @property
     def weight_bytes(self) -> int:
@@ -92,7 +101,31 @@ class PairHead(HeadModule):
 
     def next_features(self, hidden: mx.array) -> mx.array:
         """Returns the stand-ins [R, W] for the features of the tokens drafted by hidden vectors [R, H]."""
-        raise NotImplementedError
+        return hidden
+
+
+class LayersHead(PairHead):
+    """A head of transformer `layers` with `_windows` (None: all pairs), then a `norm` and an output layer.
+
+    `gives_normed`: stand-ins for features are normed. Each kind has a `build_input` for ONNX Runtime (`InputBuilder`).
+    """
+
+    gives_normed = True
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        logits = self.get("lm_head", self._output)(self.norm(hidden))
+        return self.vocabulary.spread(logits.astype(mx.float32))
+
+    def next_features(self, hidden: mx.array) -> mx.array:
+        normed: mx.array = self.norm(hidden) if self.gives_normed else hidden
+        return normed
+
+    def decoder(self, target: DecoderLayers) -> DecoderLayers:
+        if "lm_head" in self:
+            target = replace(target, output=self.lm_head, tokens=self.vocabulary.ids, vocab_size=self.vocabulary.size)
+        table, begin, normed = self.get("embed_tokens", target.embedding), self.build_input, self.gives_normed
+        own = replace(target, layers=self.layers, windows=self._windows, norm=self.norm, embedding=table)
+        return replace(own, begin=begin, gives_normed=normed)
 
 
 class BlockHead(HeadModule):

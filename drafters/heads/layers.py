@@ -36,7 +36,7 @@ class LayerSizes:
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     partial_rotary_factor: float = 1.0
     is_neox_style: bool = True
-    context_length: int = 32768
+    context_length: int
     hidden_act: str = "silu"
     qk_norm: bool = False
     biases: str = ""
@@ -79,20 +79,10 @@ class Attention(nn.Module):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabulary:
-    """The head's tokens: `ids` [V_d] are the target's ids of them; None: they are the target's `size` tokens.
-
-    `numbers` [size]: the head's id of each of the target's tokens, 0 for one that it does not know.
-    """
+    """The head's tokens: `ids` [V_d] are the target's ids of them; None: they are the target's `size` tokens."""
 
     size: int
     ids: mx.array | None = None
-    numbers: mx.array | None = None
-
-    @classmethod
-    def of(cls, size: int, ids: mx.array) -> DraftVocabulary:
-        numbers = mx.zeros((size,), mx.int32)
-        numbers[ids] = mx.arange(ids.shape[0])
-        return cls(size, ids, numbers)
 
     @property
     def draft_size(self) -> int:
@@ -103,33 +93,15 @@ class DraftVocabulary:
         """Returns the logits [R, V] from the head's own [R, V_d]; -inf for tokens that it does not know."""
         return own if self.ids is None else scatter_logits(own, self.ids, self.size)
 
-    def to_draft_ids(self, tokens: mx.array) -> mx.array:
-        """Returns the head's ids of tokens that it knows."""
-        return tokens if self.numbers is None else self.numbers[tokens]
 
-
-class BlockLink(nn.Module):  # type: ignore[misc]
-    """Scores each slot's candidates again when the token before is known, since a block's slots are drafted at once.
-
-    DSpark (arXiv 2607.05147) adds a low-rank product of the token before and the candidate, DFlash2's selector one that
-    also depends on the slot's vector. Only the `LINK_CANDIDATES` best candidates are scored, with the sampler's noise
-    included, because noise promotes tokens that are unlikely by themselves.
-
-    Shapes: R rows, C candidates of each, H the width of hidden vectors.
-    """
-
-    def __call__(self, before: mx.array, hidden: mx.array, candidates: mx.array) -> mx.array:
-        """Returns the gains in logits [R, C] of candidates [R, C] after the tokens `before` [R], in slots with these
-        vectors [R, H]."""
-        raise NotImplementedError
-
-
-class Markov(BlockLink):
-    """DSpark's Markov head, vanilla or `gated` by the slot's vector."""
+class Markov(nn.Module):  # type: ignore[misc]
+    """DSpark's Markov head (arXiv 2607.05147), vanilla or `gated` by the slot's vector: a low-rank product of the token
+    before and the candidate."""
 
     def __init__(self, gated: bool, rank: int, size: int, vocabulary: DraftVocabulary) -> None:
         super().__init__()
-        self._vocabulary = vocabulary
+        self._draft_ids, ids = mx.zeros((vocabulary.size,), mx.int32), vocabulary.ids  # 0: it does not know the token
+        self._draft_ids[mx.arange(vocabulary.size) if ids is None else ids] = mx.arange(vocabulary.draft_size)
         self.markov_w1 = nn.Embedding(vocabulary.size, rank)
         self.markov_w2 = nn.Linear(rank, vocabulary.draft_size, bias=False)
         if gated:
@@ -139,10 +111,10 @@ class Markov(BlockLink):
         code = self.markov_w1(before)
         if "gate_proj" in self:
             code = mx.sigmoid(self.gate_proj(mx.concatenate([hidden, code], axis=-1))) * code
-        return _multiply_codes(self.markov_w2.weight[self._vocabulary.to_draft_ids(candidates)], code)
+        return _multiply_codes(self.markov_w2.weight[self._draft_ids[candidates]], code)
 
 
-class Selector(BlockLink):
+class Selector(nn.Module):  # type: ignore[misc]
     """DFlash2's selector: the product of the codes of two tokens, weighted by the slot's vector."""
 
     def __init__(self, rank: int, size: int, vocab_size: int) -> None:
@@ -159,3 +131,11 @@ class Selector(BlockLink):
 def _multiply_codes(codes: mx.array, weights: mx.array) -> mx.array:
     """Returns the products [R, C] of codes [R, C, rank] and weights [R, rank]."""
     return (codes @ weights[..., None])[..., 0].astype(mx.float32)
+
+
+BlockLink = Markov | Selector
+"""Scores each slot's candidates again when the token before is known, since a block's slots are drafted at once.
+
+A call returns the gains in logits [R, C] of candidates [R, C] after the tokens `before` [R], in slots with these
+vectors [R, H]. Only the `LINK_CANDIDATES` best candidates are scored, with the sampler's noise included, because noise
+promotes tokens that are unlikely by themselves."""

@@ -108,7 +108,7 @@ def load_for_draft_worker(kind: str, path: str, target: str, progress: Callable[
 
 def feature_source(head: Head, folder: Path, target: Path) -> str:
     """Returns the source of the features: the head, the target and the taps, which must be equal on both sides."""
-    return f"head {model_digest(folder)} at {','.join(map(str, head.points.keys))} of {model_digest(target)}"
+    return f"head {model_digest(folder)} at {','.join(map(str, head.points))} of {model_digest(target)}"
 
 
 def measure_agreement(drafter: HeadDrafter, model: LoadedModel) -> float:
@@ -143,7 +143,7 @@ def make_ort_forward(head: Head, target: LoadedModel) -> OrtForward | None:
         with wrap_model_errors("ONNX Runtime's forwards of the head", logging.INFO):
             layers = head.decoder(DecoderLayers.of(target.model, target.model_type))
             forward = OrtForward(replace(layers, factor=1.0, residual_factor=1.0, output_factor=1.0, rounded=True))
-            width = head.points.count * int(HeadTarget.of(target).config["hidden_size"])
+            width = len(head.points) * int(HeadTarget.of(target).config["hidden_size"])
             rows = np.random.default_rng(0).standard_normal((_NUM_TEST_FEATURES, width))
             features = np.array(head.fuse(mx.array(rows, mx.float32)).astype(mx.float32))
 

@@ -1,13 +1,13 @@
 """Heads for multi-token prediction that come with a target: one layer like its own over a row and the next token.
 
-The row is the target's after its final norm, and then the head's own after its norm, as in vLLM and SGLang. The
-embedding and the output layer are mostly the target's. A family's layer is mlx-lm's, and so is the conversion of a
+The row is the target's after its final norm, and then the head's own after its norm. The embedding and the output layer
+are the target's. Both are as in vLLM and SGLang. A family's layer is mlx-lm's, and so is the conversion of a
 repository's tensors if mlx-lm has one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,10 @@ import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
 from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Weights, read_weights
-from outrider.drafters.heads.head import PairHead
+from outrider.drafters.heads.head import LayersHead
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.hidden_states import AFTER_NORM
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.layers import DecoderLayers
 from outrider.protocol.errors import CannotDraft
 
 if TYPE_CHECKING:
@@ -29,67 +28,34 @@ if TYPE_CHECKING:
 
 _LAYER_PREFIX = "layers.0."
 _MLX_LM_LAYER_PREFIX = "model.layers.0."
-_EMBED_KEY, _HEAD_KEY = "embed_tokens.weight", "lm_head.weight"
-_MIN_COSINE = 0.95
 
 
-class Mtp(PairHead):
-    """`block` is a layer of the target's kind. The input of `fc` is the token's embedding, then the row."""
+class Mtp(LayersHead):
+    """`block` is a layer of the target's kind, whose latent attention, if it has one, computes one text at a time. The
+    input of `fc` is the token's embedding, then the row."""
 
-    points = HiddenStatePoints(after_norm=True)
+    points = (AFTER_NORM,)
 
-    def __init__(
-        self,
-        size: int,
-        eps: float,
-        block: nn.Module,
-        target: HeadTarget,
-        parts: Container[str] = (),
-        together: bool = True,
-    ) -> None:
-        """`parts`: the names of its tensors; it uses the target's embedding and output layer if it has none."""
-        super().__init__()
-        self._embed, self._output = target.embed, target.output
-        self.context_length, self.together = target.context_length, together
+    def __init__(self, size: int, eps: float, block: nn.Module, target: HeadTarget) -> None:
+        super().__init__(target)
+        self.together, self._windows = "kv_a_proj_with_mqa" not in block.self_attn, (None,)
         self.norm_embedding = nn.RMSNorm(size, eps=eps)
         self.norm_hidden = nn.RMSNorm(size, eps=eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layers = [block]
         self.norm = nn.RMSNorm(size, eps=eps)
-        if _EMBED_KEY in parts:
-            self.embed_tokens = nn.Embedding(target.vocab_size, size)
-        if _HEAD_KEY in parts:
-            self.lm_head = nn.Linear(size, target.vocab_size, bias=False)
 
     def fuse(self, rows: mx.array) -> mx.array:
         return rows.astype(self.fc.weight.dtype)
 
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
-        embed = self.embed_tokens if "embed_tokens" in self else self._embed
-        embedded = self.norm_embedding(embed(tokens).astype(features.dtype))
+        embedded = self.norm_embedding(self._embed(tokens).astype(features.dtype))
         x = self.fc(mx.concatenate([embedded, self.norm_hidden(features)], axis=-1))
         mask = caches[0].make_mask(tokens.shape[1], return_array=not self.together)
         out: mx.array = self.layers[0](x, mask, caches[0])
         return out
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        normed = self.norm(hidden)
-        own = self.lm_head(normed) if "lm_head" in self else self._output(normed)
-        return own.astype(mx.float32)
-
-    def next_features(self, hidden: mx.array) -> mx.array:
-        normed: mx.array = self.norm(hidden)
-        return normed
-
-    def decoder(self, target: DecoderLayers) -> DecoderLayers:
-        output = self.get("lm_head", target.output)
-        table = self.get("embed_tokens", target.embedding)
-        return replace(
-            target, layers=self.layers, embedding=table, norm=self.norm, output=output, begin=self._build_input,
-            gives_normed=True, windows=[None],
-        )  # fmt: skip
-
-    def _build_input(self, b: Builder) -> tuple[str, str]:
+    def build_input(self, b: Builder) -> tuple[str, str]:
         both = b.op("Concat", b.norm("x", self.norm_embedding), b.norm("features", self.norm_hidden), axis=-1)
         x = b.linear(both, [self.fc])
         return x, b.norm(x, self.layers[0].input_layernorm)
@@ -98,14 +64,11 @@ class Mtp(PairHead):
 @dataclass(frozen=True, slots=True)
 class MtpFamily:
     """A family of heads: the `prefix` of their tensors, a function that gives these our names (`rename`), and the
-    head's layer (`block`). `exact`: tensors that stay float32. `together`: its attention takes several texts at once.
-    """
+    head's layer (`block`)."""
 
     prefix: str
     rename: Callable[[Weights], Weights]
     block: nn.Module
-    exact: frozenset[str] = frozenset()
-    together: bool = True
 
 
 def select_family(target: LoadedModel) -> MtpFamily:
@@ -122,11 +85,11 @@ def select_family(target: LoadedModel) -> MtpFamily:
         case llama.Model():  # none is published; `models/train.py` trains them in MiMo's layout
             return _make_mimo_family(llama.TransformerBlock(args))
         case deepseek_v3.Model():
-            return _make_next_layer_family(target, args, deepseek_v3.DeepseekV3DecoderLayer, together=False)
+            return _make_next_layer_family(target, args, deepseek_v3.DeepseekV3DecoderLayer)
         case glm4_moe_lite.Model():
-            return _make_next_layer_family(target, args, glm4_moe_lite.Glm4MoeLiteDecoderLayer, together=False)
+            return _make_next_layer_family(target, args, glm4_moe_lite.Glm4MoeLiteDecoderLayer)
         case glm4_moe.Model():
-            return _make_next_layer_family(target, args, glm4_moe.DecoderLayer, together=True)
+            return _make_next_layer_family(target, args, glm4_moe.DecoderLayer)
     raise CannotDraft(
         f"MTP heads of {target.model_type} models are not supported; expected qwen3_5, qwen3_next, deepseek_v3,"
         " glm4_moe, glm4_moe_lite, llama or mimo"
@@ -166,8 +129,9 @@ def _make_mimo_family(block: nn.Module) -> MtpFamily:
     return MtpFamily("model.mtp_layers.0.", rename, block)
 
 
-def _make_next_layer_family(target: LoadedModel, args: Any, layer: type[nn.Module], together: bool) -> MtpFamily:
-    """Returns DeepSeek's and GLM's family: the layer after the last one, whose tensors mlx-lm converts by name."""
+def _make_next_layer_family(target: LoadedModel, args: Any, layer: type[nn.Module]) -> MtpFamily:
+    """Returns DeepSeek's and GLM's family: the layer after the last one, whose tensors mlx-lm converts by name. Its
+    copies of the target's embedding and output layer are not used."""
     names = {
         "enorm.": "norm_embedding.",
         "hnorm.": "norm_hidden.",
@@ -181,9 +145,8 @@ def _make_next_layer_family(target: LoadedModel, args: Any, layer: type[nn.Modul
     def rename(weights: Weights) -> Weights:
         return _rename(target.model.sanitize(_rename(weights, names)), {_MLX_LM_LAYER_PREFIX: _LAYER_PREFIX})
 
-    exact = frozenset({f"{_LAYER_PREFIX}mlp.gate.e_score_correction_bias"})
     number = args.num_hidden_layers
-    return MtpFamily(f"model.layers.{number}.", rename, layer(args, number), exact, together=together)
+    return MtpFamily(f"model.layers.{number}.", rename, layer(args, number))
 
 
 def _rename(weights: Weights, names: Mapping[str, str]) -> Weights:
@@ -226,29 +189,11 @@ def read_head(folder: Path, target: LoadedModel) -> Mtp:
     published = HeadCheckpoint({}, read_weights(folder, family.prefix), own, str(folder))
     published.check_not_quantized()
     try:
-        weights = _drop_copies(family.rename(published.weights), own)
+        weights = family.rename(published.weights)
     except (KeyError, ValueError, IndexError) as error:
         raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
     args: Any = getattr(target.model, "language_model", target.model).args
-    head = Mtp(args.hidden_size, args.rms_norm_eps, family.block, own, weights, family.together)
-    replace(published, weights=weights).load_into(head, family.exact)
+    head = Mtp(args.hidden_size, args.rms_norm_eps, family.block, own)
+    may_cast = getattr(target.model, "cast_predicate", lambda key: True)
+    replace(published, weights=weights).load_into(head, [key for key in weights if not may_cast(key)])
     return head
-
-
-def _drop_copies(weights: Weights, target: HeadTarget) -> Weights:
-    """Removes embedding and output layer if they are copies of the target's, which may be less precise."""
-    copies = []
-    if _EMBED_KEY in weights:
-        tokens = mx.arange(min(64, weights[_EMBED_KEY].shape[0]))
-        copies += [_EMBED_KEY] * _are_similar(weights[_EMBED_KEY][tokens], target.embed(tokens))
-    if _HEAD_KEY in weights:
-        rows = mx.random.normal((4, weights[_HEAD_KEY].shape[-1]), key=mx.random.key(0))
-        copies += [_HEAD_KEY] * _are_similar(rows @ weights[_HEAD_KEY].astype(mx.float32).T, target.output(rows))
-    return {key: value for key, value in weights.items() if key not in copies}
-
-
-def _are_similar(a: mx.array, b: mx.array) -> bool:
-    if a.shape != b.shape:
-        return False
-    a, b = a.astype(mx.float32).flatten(), b.astype(mx.float32).flatten()
-    return bool(((a @ b) > _MIN_COSINE * mx.linalg.norm(a) * mx.linalg.norm(b)).item())

@@ -14,11 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 
-from outrider.drafters.heads.checkpoint import HeadCheckpoint, Layer
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.layers import DraftVocabulary
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.hidden_states import AFTER_NORM
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,13 @@ class ResBlock(nn.Module):  # type: ignore[misc]
 
 
 class Redrafter(PairHead):
-    """`embed`: the target's embedding."""
-
-    points, reach = HiddenStatePoints(after_norm=True), 1
+    points, reach = (AFTER_NORM,), 1
     layers: tuple[nn.Module, ...] = ()  # there are no keys and values
 
-    def __init__(self, config: RedrafterConfig, embed: Layer, vocabulary: DraftVocabulary, context_length: int) -> None:
-        super().__init__()
+    def __init__(self, config: RedrafterConfig, target: HeadTarget, vocabulary: DraftVocabulary) -> None:
+        super().__init__(target, vocabulary)
         size, width = config.hidden_size, config.exit_dim
-        self._config, self._embed, self._vocabulary, self.context_length = config, embed, vocabulary, context_length
+        self._rnn = config.rnn
         if width != 2 * size:
             self.input_proj = nn.Linear(2 * size, width)
         blocks: list[Any] = [ResBlock(width) for _ in range(config.num_draft_layers)]
@@ -67,17 +65,14 @@ class Redrafter(PairHead):
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
         row, state = mx.split(features, 2, axis=-1)
         embedded = self._embed(tokens).astype(features.dtype)
-        state = nn.silu(self.rnn_w(embedded) + self.rnn_u(state)) if self._config.rnn else embedded + state
+        state = nn.silu(self.rnn_w(embedded) + self.rnn_u(state)) if self._rnn else embedded + state
         return mx.concatenate([row, state], axis=-1)
 
     def logits(self, hidden: mx.array) -> mx.array:
         x = self.input_proj(hidden) if "input_proj" in self else hidden
         for layer in self.lm_head:
             x = layer(x)
-        return self._vocabulary.spread(x.astype(mx.float32))
-
-    def next_features(self, hidden: mx.array) -> mx.array:
-        return hidden
+        return self.vocabulary.spread(x.astype(mx.float32))
 
 
 def build(checkpoint: HeadCheckpoint) -> Redrafter:
@@ -87,8 +82,8 @@ def build(checkpoint: HeadCheckpoint) -> Redrafter:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
     with checkpoint.config_errors("redrafter"):
-        settings, target = msgspec.convert(checkpoint.config, RedrafterConfig, strict=False), checkpoint.target
-        checkpoint.check_hidden_size(settings.hidden_size)
-        head = Redrafter(settings, target.embed, checkpoint.vocabulary(settings.vocab_size), target.context_length)
+        settings = msgspec.convert(checkpoint.config, RedrafterConfig, strict=False)
+        checkpoint.check_target(hidden_size=settings.hidden_size)
+        head = Redrafter(settings, checkpoint.target, checkpoint.vocabulary(settings.vocab_size))
         checkpoint.load_into(head)
         return head

@@ -70,7 +70,7 @@ IN_ORDER = {
         "doctor",
     ),
     "drafters/heads": (
-        "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "dflash", "eagle3", "mtp",
+        "layers", "checkpoint", "head", "pair_kv_cache", "kv_rows", "dflash", "eagle3", "mtp",
         "redrafter", "trees", "drafter", "early_exit", "load",
     ),
 }  # fmt: skip

@@ -22,7 +22,7 @@ from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLKVRows, PackageHost
 from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import MODEL_PATH, WEIGHTS_PATH, Package, open_package
-from outrider.drafters.coreml.trial import Trial, TrialResult
+from outrider.drafters.coreml.trial import Trial
 from outrider.drafters.coreml.weights import EMBEDDING, Checkpoint
 from tests import tiny
 from tests.harness import mil_interpreter, mil_program
@@ -30,7 +30,7 @@ from tests.harness.mil_interpreter import NumpyRuntime
 from tests.harness.mil_program import SavedModel
 
 MS = {"q1": 2.25, "q8": 2.5, "q16": 3.0, "q32": 4.0, "prefill64": 6.0}
-GOOD = Trial(2.0, 1.0, 0.001, MS, 0.97)
+GOOD = Trial("", 2.0, 1.0, 0.001, MS, 0.97)
 VOCAB = 512
 CONTEXT = 256
 
@@ -99,7 +99,7 @@ def _interpreted() -> Iterator[None]:
 @pytest.fixture
 def good_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets each trial succeed at once, without a process of its own."""
-    monkeypatch.setattr(trial, "run_trial", lambda package, units: TrialResult("", GOOD))
+    monkeypatch.setattr(trial, "run_trial", lambda package, units: GOOD)
 
 
 @pytest.fixture(scope="session", autouse=True)

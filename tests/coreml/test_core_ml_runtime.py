@@ -16,7 +16,7 @@ import pytest
 from outrider.drafters.coreml import doctor, runtimes, selection, trial
 from outrider.drafters.coreml.drafter import CoreMLDrafter
 from outrider.drafters.coreml.runtimes import CoreMLRuntime, DeviceUnavailable, RuntimeFault, open_runtime
-from outrider.drafters.coreml.trial import TrialResult
+from outrider.drafters.coreml.trial import Trial
 from outrider.drafters.drafter import make_drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.protocol.errors import ModelError
@@ -149,7 +149,7 @@ def test_results_are_in_the_cache_of_all_other_files_on_a_mac_too(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(trial, "os_build", lambda: "24F74")
     trial.try_once(converted("llama").package, "CPU_ONLY", print)
-    assert any((tmp_path / "outrider" / "coreml" / "probes").iterdir())
+    assert any((tmp_path / "outrider" / "coreml" / "trials").iterdir())
 
 
 def test_core_ml_exceptions_become_one_line_errors(fake: FakeCoreML, converted: Callable[..., Converted]) -> None:
@@ -212,7 +212,7 @@ def test_probe_decides_between_core_ml_and_mlx(
 ) -> None:
     made, messages = converted("llama"), list[str]()
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    row = TrialResult("", GOOD) if works else TrialResult("it crashed")
+    row = GOOD if works else Trial("it crashed")
     monkeypatch.setattr(trial, "os_build", lambda: "24F74")
     monkeypatch.setattr(trial, "run_trial", lambda package, units: row)
     monkeypatch.setattr(selection, "cached_package", lambda checkpoint, tell: made.package)
@@ -232,6 +232,6 @@ def test_probe_decides_between_core_ml_and_mlx(
 
 def test_a_trial_of_core_ml_compiles_loads_and_compares(fake: FakeCoreML, converted: Callable[..., Converted]) -> None:
     found = trial.measure_package(converted("llama").package, "CPU_ONLY", 20)
-    assert found.agreement == 1.0 and found.distance < 0.02 and found.fault == ""
+    assert found.agreement == 1.0 and found.distance < 0.02 and found.reason == ""
     assert len(fake.compiled) == 1 and [name for name, _ in fake.loaded] == ["q1", "q8", "q16", "q32", "prefill64"]
     assert found.engine_share is None  # the stand-in makes no plans

@@ -16,7 +16,7 @@ import pytest
 from outrider.drafters.coreml import doctor, trial
 from outrider.drafters.coreml.doctor import Placement
 from outrider.drafters.coreml.runtimes import MACOS_ONLY_MESSAGE, STAND_IN_VARIABLE
-from outrider.drafters.coreml.trial import TrialResult
+from outrider.drafters.coreml.trial import Trial
 from outrider.orchestrator.cli import doctor as doctor_command
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.pairing.model_files import TINY, TINY_TARGET
@@ -95,7 +95,7 @@ def test_trial_results_become_placements(
     monkeypatch.setattr(doctor, "cached_package", lambda checkpoint, tell: made.package)
     untried = doctor.measure_core_ml(made.model_path, try_now=False)
     assert [place.usable for place in untried] == [False, False] and "not measured yet" in untried[0].note
-    results = {"CPU_AND_NE": TrialResult("", GOOD), "CPU_ONLY": TrialResult("it crashed")}
+    results = {"CPU_AND_NE": GOOD, "CPU_ONLY": Trial("it crashed")}
     monkeypatch.setattr(trial, "run_trial", lambda package, units: results[units])
     places = doctor.measure_core_ml(made.model_path, try_now=True)
     assert doctor.measure_core_ml(made.model_path, try_now=False) == places
@@ -117,9 +117,9 @@ def test_the_survey_has_a_row_for_every_kind_of_weights(monkeypatch: pytest.Monk
     monkeypatch.setattr(survey, "cached_package", lambda draft, tell, weights: weights)
     tried: list[tuple[str, str, int]] = []
 
-    def try_out(weights: str, units: str, predictions: int) -> TrialResult:
+    def try_out(weights: str, units: str, predictions: int) -> Trial:
         tried.append((weights, units, predictions))
-        return TrialResult("", GOOD) if len(tried) % 2 else TrialResult("its trial was ended by signal 9 (Killed)")
+        return GOOD if len(tried) % 2 else Trial("its trial was ended by signal 9 (Killed)")
 
     monkeypatch.setattr(survey.trial, "run_trial", try_out)
     rows = list(survey.run_survey(Path("draft"), 50))

@@ -11,7 +11,6 @@ import pytest
 from outrider import Client, LocalCluster, SamplingParams
 from outrider.drafters.coreml import trial
 from outrider.drafters.coreml.selection import PREFERRED_UNITS, cached_package
-from outrider.drafters.coreml.trial import TrialResult
 from tests.coreml.conftest import GOOD, SIZES
 from tests.tiny import VOCAB_SIZE, Pair
 
@@ -26,7 +25,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Any]) -> I
     """Converts the draft and stores a successful trial of the package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(trial, "run_trial", lambda package, units: TrialResult("", GOOD))
+        patch.setattr(trial, "run_trial", lambda package, units: GOOD)
         trial.try_once(cached_package(models["draft_model"], print), PREFERRED_UNITS[0], print)
         yield
 

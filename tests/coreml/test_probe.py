@@ -29,7 +29,7 @@ from tests.coreml.conftest import GOOD, Converted
     ],
 )
 def test_fault_of_a_trial_names_the_failed_criterion(change: dict[str, Any], reason: str) -> None:
-    assert dataclasses.replace(GOOD, **change).fault == reason
+    assert dataclasses.replace(GOOD, **change).reason == reason
 
 
 def test_trial_runs_in_a_separate_process(converted: Callable[..., Converted], tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_trial_runs_in_a_separate_process(converted: Callable[..., Converted], t
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0 and done.stdout == done.stderr == ""
     found = Trial(**json.loads(result.read_text()))
-    assert found.agreement == 1.0 and found.distance < 0.02 and found.fault == ""
+    assert found.agreement == 1.0 and found.distance < 0.02 and found.reason == ""
     assert set(found.ms) == {"q1", "q8", "q16", "q32", "prefill64"} and all(ms > 0 for ms in found.ms.values())
 
 
@@ -50,7 +50,7 @@ def test_missing_core_ml_is_a_reason(converted: Callable[..., Converted], monkey
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.delenv(runtimes.STAND_IN_VARIABLE)
     row = trial.run_trial(converted("llama").package, "CPU_AND_NE")
-    assert row.reason == f"its trial failed: {runtimes.MACOS_ONLY_MESSAGE}" and row.trial is None
+    assert row.reason == f"its trial failed: {runtimes.MACOS_ONLY_MESSAGE}" and row.failure
 
 
 def test_unit_with_wrong_logits_fails_its_trial(
@@ -58,9 +58,9 @@ def test_unit_with_wrong_logits_fails_its_trial(
 ) -> None:
     """The reference is MLX's, so a package with other numbers fails."""
     made, other = converted("llama").package, converted("qwen2").package
-    assert trial.measure_package(made, "CPU_ONLY", 1).fault == ""
+    assert trial.measure_package(made, "CPU_ONLY", 1).reason == ""
     swapped = dataclasses.replace(made, expected=other.expected)
-    assert "it agreed with the reference on" in trial.measure_package(swapped, "CPU_ONLY", 1).fault
+    assert "it agreed with the reference on" in trial.measure_package(swapped, "CPU_ONLY", 1).reason
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_trial_that_dies_or_hangs_has_a_reason(
     if "sleep" in program:
         monkeypatch.setattr(trial, "_TIMEOUT_SECONDS", 3.0)
     row = trial.run_trial(converted("llama").package, "CPU_AND_NE")
-    assert row.reason.startswith(reason) and row.trial is None
+    assert row.reason.startswith(reason) and row.failure
 
 
 class FakeComputePlan:
@@ -150,7 +150,7 @@ def test_trial_continues_without_a_compute_plan_or_a_device_list(
     use_plan(monkeypatch, FakeComputePlan(None, []))
     assert runtimes.engine_share(package, "CPU_AND_NE") is None and runtimes.has_neural_engine()
     use_plan(monkeypatch, FakeComputePlan(None, ["MLCPUComputeDevice"]))
-    assert trial.measure_package(package, "CPU_ONLY", 1).fault == ""
+    assert trial.measure_package(package, "CPU_ONLY", 1).reason == ""
     with pytest.raises(DeviceUnavailable, match="can't use a Neural Engine"):
         trial.measure_package(package, "CPU_AND_NE", 1)
     use_plan(monkeypatch, FakeComputePlan(None, ["MLCPUComputeDevice", "MLNeuralEngineComputeDevice"]))

@@ -147,8 +147,13 @@ def test_weights_beyond_float16_are_refused(tiny_model: Model, tmp_path: Path, b
     assert "model.layers.1.mlp.up_proj has values" in message and "65504" in message
 
 
-def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    assert "is not a model folder; expected config.json" in conversion_error(tmp_path / "nowhere", tmp_path)
+def test_directory_without_a_model_is_refused(tiny_model: Model, tmp_path: Path) -> None:
+    assert "nowhere: give an existing directory" in conversion_error(tmp_path / "nowhere", tmp_path)
+    model = tmp_path / "empty"
+    model.mkdir()
+    assert "is not a model folder: expected config.json" in conversion_error(model, tmp_path)
+    (model / "config.json").write_text((tiny_model("llama", **SIZES) / "config.json").read_text())
+    assert "has no weights: expected model*.safetensors" in conversion_error(model, tmp_path)
 
 
 def test_invalid_or_incomplete_config_is_refused(tiny_model: Model, tmp_path: Path) -> None:

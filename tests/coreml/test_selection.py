@@ -12,7 +12,7 @@ from outrider.drafters.coreml import selection, trial
 from outrider.drafters.coreml.package import WEIGHTS_PATH, Package
 from outrider.drafters.coreml.runtimes import DeviceUnavailable
 from outrider.drafters.coreml.selection import cached_package, package_folder
-from outrider.drafters.coreml.trial import TrialResult
+from outrider.drafters.coreml.trial import Trial
 from tests.coreml.conftest import GOOD, SIZES, Converted
 
 KILLED = "its trial was ended by signal 9 (Killed)"
@@ -27,9 +27,9 @@ def choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Choose:
     killed), and the messages; checks the unit."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
 
-    def run(package: Package, results: dict[str, TrialResult]) -> tuple[str, list[str]]:
+    def run(package: Package, results: dict[str, Trial]) -> tuple[str, list[str]]:
         messages: list[str] = []
-        monkeypatch.setattr(trial, "run_trial", lambda package, units: results.get(units, TrialResult(KILLED)))
+        monkeypatch.setattr(trial, "run_trial", lambda package, units: results.get(units, Trial(KILLED)))
         try:
             units, sentence = selection.choose_unit(package, messages.append)
         except DeviceUnavailable as error:
@@ -43,20 +43,20 @@ def choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Choose:
 def test_good_trial_on_the_neural_engine_ends_the_selection(
     converted: Callable[..., Converted], choose: Choose
 ) -> None:
-    chosen, messages = choose(converted("llama").package, {"CPU_AND_NE": TrialResult("", GOOD)})
+    chosen, messages = choose(converted("llama").package, {"CPU_AND_NE": GOOD})
     assert chosen == "drafting with Core ML on CPU_AND_NE, fp16, 2.25 ms a token"
     assert messages == TRYING[:1]
 
 
 def test_cpu_is_tried_next_and_the_reason_is_reported(converted: Callable[..., Converted], choose: Choose) -> None:
-    chosen, messages = choose(converted("llama").package, {"CPU_ONLY": TrialResult("", GOOD)})
+    chosen, messages = choose(converted("llama").package, {"CPU_ONLY": GOOD})
     assert chosen == f"drafting with Core ML on CPU_ONLY, fp16, 2.25 ms a token (CPU_AND_NE: {KILLED})"
     assert messages == TRYING
 
 
 def test_unit_that_disagrees_with_mlx_is_not_used(converted: Callable[..., Converted], choose: Choose) -> None:
     wrong = replace(GOOD, agreement=0.5)
-    chosen, _ = choose(converted("llama").package, {"CPU_AND_NE": TrialResult(wrong.fault, wrong)})
+    chosen, _ = choose(converted("llama").package, {"CPU_AND_NE": wrong})
     assert chosen.startswith(
         "Core ML does not help this draft on this machine (CPU_AND_NE: it agreed with the reference"
     )
@@ -66,7 +66,7 @@ def test_unit_that_disagrees_with_mlx_is_not_used(converted: Callable[..., Conve
 def test_results_are_remembered_by_package_and_system(
     converted: Callable[..., Converted], choose: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package, works = converted("llama").package, {"CPU_ONLY": TrialResult("", GOOD)}
+    package, works = converted("llama").package, {"CPU_ONLY": GOOD}
     first, _ = choose(package, works)
     assert choose(package, {}) == (first, [])
     assert choose(converted("qwen2").package, {})[1] == TRYING
@@ -77,11 +77,11 @@ def test_results_are_remembered_by_package_and_system(
 
 
 def test_unreadable_result_is_rewritten(converted: Callable[..., Converted], choose: Choose, tmp_path: Path) -> None:
-    package, works = converted("llama").package, {"CPU_AND_NE": TrialResult("", GOOD)}
+    package, works = converted("llama").package, {"CPU_AND_NE": GOOD}
     choose(package, works)
-    (file,) = (tmp_path / "coreml" / "probes").iterdir()
+    (file,) = (tmp_path / "coreml" / "trials").iterdir()
     kept = file.read_text()
-    for text in ("{", "{}", "[1]", kept.replace('"agreement"', '"other"')):
+    for text in ("{", "{}", "[1]", kept.replace('"failure"', '"other"')):
         file.write_text(text)
         assert choose(package, works)[1] == TRYING[:1] and file.read_text() == kept
 

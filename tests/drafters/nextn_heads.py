@@ -11,7 +11,7 @@ from outrider.engine.loading import LoadedModel
 from tests.drafters.experts import grouped_moe, latent_attention, rms
 
 Array = np.ndarray[Any, np.dtype[Any]]
-H, HEADS, KV, DIM, INNER, EXPERTS, V = 64, 4, 2, 16, 32, 4, 258
+H, HEADS, KV, DIM, INNER, EXPERTS = 64, 4, 2, 16, 32, 4
 NOPE, ROPE, VALUE, RANK, Q_RANK = 16, 8, 12, 20, 24
 LAYERS = 3
 _MOE = {
@@ -48,8 +48,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", **_MOE, **_LATENT},
 }
 PREFIX = f"model.layers.{LAYERS}."
-OWN = ("glm4_moe_lite",)
-"""Families whose heads have an embedding and an output layer of their own; others have copies of the target's."""
 
 
 def weights_of(family: str, target: LoadedModel) -> dict[str, Array]:
@@ -64,11 +62,8 @@ def weights_of(family: str, target: LoadedModel) -> dict[str, Array]:
 
     names = ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm")
     found = {f"{name}.weight": gains(H) for name in names} | {"eh_proj.weight": matrix(H, 2 * H)}
-    if family in OWN:
-        found |= {"embed_tokens.weight": matrix(V, H), "shared_head.head.weight": matrix(V, H)}
-    else:
-        found["embed_tokens.weight"] = np.array(target.model.model.embed_tokens.weight)
-        found["shared_head.head.weight"] = np.array(target.model.lm_head.weight)
+    found["embed_tokens.weight"] = np.array(target.model.model.embed_tokens.weight)
+    found["shared_head.head.weight"] = np.array(target.model.lm_head.weight)
     if family == "glm4_moe":
         for key, (rows, columns) in {
             "q": (HEADS * DIM, H), "k": (KV * DIM, H), "v": (KV * DIM, H), "o": (H, HEADS * DIM)

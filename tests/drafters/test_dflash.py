@@ -49,7 +49,7 @@ def test_head_equals_an_independent_forward(tmp_path: Path, name: str) -> None:
     """Blocks of any depth, of one text and of two, after contexts that are read in pieces of any length."""
     layout = LAYOUTS[name]
     head, truth = head_of(write(tmp_path, name)), NumpyHead(layout, EMBEDDING, OUTPUT)
-    assert head.points.layers == TAPS and head.depth == layout.depth and head.from_anchor == layout.from_anchor
+    assert head.points == TAPS and head.depth == layout.depth and head.from_anchor == layout.from_anchor
     contexts, done = FeatureKVCache(head), [0, 0]
     sequences = [contexts.open() for _ in TEXTS]
     for counts, depths in (((40, 3), (5, 2)), ((1, 5), (1, 5)), ((2, 0), (4, 0)), ((0, 9), (0, 3)), ((1, 1), (5, 5))):
@@ -129,7 +129,8 @@ def test_penalties_are_applied_slot_by_slot(tmp_path: Path) -> None:
 
 
 def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
-    head = head_of(write(tmp_path, "z-lab"), {**TARGET, "max_position_embeddings": 12})
+    head = head_of(write(tmp_path, "z-lab"))
+    head.context_length = 12
     drafter = HeadDrafter(head, V)
     draft = drafter.open_draft(SamplingParams())
     draft.add_features(0, head.fuse(mx.array(ROWS[0][:8])))
@@ -141,9 +142,9 @@ def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "config", "target", "sentence"),
     [
-        ("z-lab", {}, {**TARGET, "hidden_size": 64}, "expects a hidden size of 48, but this target has 64"),
+        ("z-lab", {}, {**TARGET, "hidden_size": 64}, "hidden_size is 48, but this one's is 64"),
         ("z-lab", {}, {**TARGET, "num_hidden_layers": 6}, r"layers \(1, 3, 6\), but this target has 6"),
-        ("z-lab", {}, {**TARGET, "num_hidden_layers": 9}, "trained for a target of 8 layers, but this one has 9"),
+        ("z-lab", {}, {**TARGET, "num_hidden_layers": 9}, "num_hidden_layers is 8, but this one's is 9"),
         (
             "z-lab",
             {"dflash_config": {"mask_token_id": 300}},
@@ -204,7 +205,7 @@ def test_head_without_layer_ids_reads_evenly_spaced_layers(tmp_path: Path) -> No
     fused = np.ones((H, 2 * H), np.float32)
     other = {"dflash_config": config["dflash_config"], "num_target_layers": 36}
     folder = write(tmp_path, "z-lab", config=other, **{"fc.weight": fused})
-    assert head_of(folder, {**TARGET, "num_hidden_layers": 36}).points.layers == (1, 33)
+    assert head_of(folder, {**TARGET, "num_hidden_layers": 36}).points == (1, 33)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "gemma4_text"])

@@ -13,6 +13,7 @@ import pytest
 from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.eagle3 import Eagle3, build
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
+from outrider.engine.hidden_states import AFTER_NORM
 from outrider.protocol.errors import CannotDraft, ModelError
 from tests.drafters.eagle3_heads import LAYOUTS, MASK, OFFICIAL_TAPS, PARALLEL, TAPS, TARGET, H, NumpyHead, V, write
 from tests.drafters.pair_feeds import PairFeed, slots
@@ -32,12 +33,10 @@ def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V) 
 def test_head_equals_an_independent_forward(tmp_path: Path, layout: str) -> None:
     """Logits after pairs of two texts, read in pieces of any length, and the vectors that replace the next features."""
     head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING, OUTPUT)
-    assert head.points.layers == TAPS.get(layout, OFFICIAL_TAPS) and head.points.after_norm == (
-        layout == "NVIDIA, last row"
-    )
+    assert head.points == (TAPS.get(layout, OFFICIAL_TAPS) or (AFTER_NORM,))
     pairs = PairKVCache(head)
     sequences = [pairs.open() for _ in range(2)]
-    rows = [RNG.standard_normal((60, head.points.count * H)).astype(np.float32) * 3 for _ in sequences]
+    rows = [RNG.standard_normal((60, len(head.points) * H)).astype(np.float32) * 3 for _ in sequences]
     tokens = [RNG.integers(0, V, 60) for _ in sequences]
     features = [truth.fuse(r) for r in rows]
     done = [0, 0]
@@ -101,7 +100,7 @@ def test_field_of_another_type_is_refused(tmp_path: Path, field: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "target", "vocab_size", "sentence"),
     [
-        ("SafeAI", {**TARGET, "hidden_size": 64}, V, "expects a hidden size of 48, but this target has 64"),
+        ("SafeAI", {**TARGET, "hidden_size": 64}, V, "hidden_size is 48, but this one's is 64"),
         (
             "SafeAI",
             {**TARGET, "num_hidden_layers": 3},

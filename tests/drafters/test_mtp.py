@@ -12,7 +12,7 @@ import pytest
 from outrider.drafters.heads.load import load as load_head
 from outrider.drafters.heads.mtp import read_head
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
-from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.hidden_states import AFTER_NORM
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft
 from tests.drafters import nextn_heads
@@ -32,7 +32,7 @@ def target(tiny_model: Callable[..., Path]) -> Callable[[str], LoadedModel]:
 def test_head_equals_an_independent_forward(target: Callable[[str], LoadedModel], tmp_path: Path, family: str) -> None:
     model, draws = target(family), np.random.default_rng(1)
     head = read_head(write_head(tmp_path, family), model)
-    assert head.points == HiddenStatePoints(after_norm=True)
+    assert head.points == (AFTER_NORM,)
     rows, tokens = draws.standard_normal((30, H)).astype(np.float32), draws.integers(0, 250, 30)
     logits, next_features = by_numpy(family, model, tokens, rows)
     pairs, done = PairKVCache(head), 0
@@ -77,8 +77,8 @@ def test_nextn_layer_equals_an_independent_forward(
     """DeepSeek's and GLM's heads. Latent attention computes one text at a time; the head returns normed vectors."""
     model, draws = nextn(family), np.random.default_rng(1)
     head = read_head(write(tmp_path, nextn_heads.weights_of(family, model)), model)
-    assert head.points == HiddenStatePoints(after_norm=True) and head.together == (family == "glm4_moe")
-    assert ("lm_head" in head, "embed_tokens" in head) == (family in nextn_heads.OWN,) * 2
+    assert head.points == (AFTER_NORM,) and head.together == (family == "glm4_moe")
+    assert "lm_head" not in head and "embed_tokens" not in head  # copies of the target's
     rows, tokens = draws.standard_normal((30, H)).astype(np.float32), draws.integers(0, 250, 30)
     logits, next_features = nextn_heads.by_numpy(family, model, tokens, rows)
     pairs, done = PairKVCache(head), 0

@@ -50,7 +50,7 @@ class SimulatedRequests:
         drafter = HeadDrafter(head, target.vocab_size, cpu=cpu)
         self.together, self.texts = DraftBatcher(), [draws.integers(0, 200, n).tolist() for n in LENGTHS]
         self.sent = [0] * len(LENGTHS)
-        raw = draws.standard_normal((max(LENGTHS) + 60, head.points.count * H))
+        raw = draws.standard_normal((max(LENGTHS) + 60, len(head.points) * H))
         self.rows = np.array(head.fuse(mx.array(raw, mx.float32)))
         self.works = [
             WorkAhead(
@@ -123,6 +123,6 @@ def test_a_loaded_head_uses_onnx_runtime(target: LoadedModel, fed: list[int], tm
     tree = drafter.open([1, 2, 3], SamplingParams())
     assert isinstance(tree, PairTree) and isinstance(tree.kv_rows, PairKVRows) and not tree.kv_rows.lazy
     assert drafter.head.weight_bytes < drafter.weight_bytes / 2  # ONNX Runtime has the others
-    tree.add_features(0, np.array(drafter.head.fuse(mx.ones((2, drafter.head.points.count * H)))))
+    tree.add_features(0, np.array(drafter.head.fuse(mx.ones((2, len(drafter.head.points) * H)))))
     assert tree.read([1, 2, 3]) == 3
     assert len(tree.best(tree.feed([tree.root], [None]))) == 1

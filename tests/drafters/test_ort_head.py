@@ -55,7 +55,7 @@ def chains(head: Head, target: LoadedModel, cpu: OrtForward | None, temp: float)
     found, sent = list[tuple[int, ...]](), [0] * len(texts)
     for _ in range(4):
         for number, (text, draft) in enumerate(zip(texts, drafts, strict=True)):
-            rows = draws.standard_normal((len(text) - 1 - sent[number], head.points.count * H))
+            rows = draws.standard_normal((len(text) - 1 - sent[number], len(head.points) * H))
             draft.add_features(sent[number], head.fuse(mx.array(rows, mx.float32)))
             sent[number] = len(text) - 1
         updated = [HeadText(draft, text) for draft, text in zip(drafts, texts, strict=True)]
@@ -86,11 +86,14 @@ def test_rounding_to_8_bits_changes_logits_little(target: LoadedModel, make: Cal
     cpu = make_ort_forward(head, target)
     assert cpu is not None and cpu.quantised
     tokens = mx.array(draws.integers(0, 200, LONG))
-    features = head.fuse(mx.array(draws.standard_normal((LONG, head.points.count * H)), mx.float32))
+    features = head.fuse(mx.array(draws.standard_normal((LONG, len(head.points) * H)), mx.float32))
     found = []
-    for kv_cache in (PairKVCache(head), PairKVCache(head, cpu)):
-        _, logits = outputs(kv_cache, [PairFeed(kv_cache.open(), tokens, features)], [LONG])
+    for forward in (None, cpu):
+        kv_cache, cost = PairKVCache(head, forward), HeadDrafter(head, target.vocab_size, forward).prompt_cache.cost
+        sequence = kv_cache.open()
+        _, logits = outputs(kv_cache, [PairFeed(sequence, tokens, features)], [LONG])
         found.append(np.array(logits))
+        assert kv_cache.save(sequence, LONG).nbytes == cost.of(LONG)
     known = np.isfinite(found[0])
     assert np.array_equal(known, np.isfinite(found[1]))
     expected, actual = (own[known] for own in found)
@@ -148,7 +151,7 @@ def test_loaded_heads_use_onnx_runtime_and_keep_no_second_copy_of_its_weights(
     own = load_head("eagle3", str(write_feature_head(tmp_path / "head", target)), target, lambda stage: None)
     assert fed and own.head.weight_bytes < own.weight_bytes / 2
     draft = own.open_draft(SamplingParams())
-    draft.add_features(0, own.head.fuse(mx.ones((3, own.head.points.count * H))))
+    draft.add_features(0, own.head.fuse(mx.ones((3, len(own.head.points) * H))))
     assert len(draft_chains([HeadText(draft, [5, 6, 7, 8])], [3])[0].chain) == 3
 
 

@@ -13,7 +13,7 @@ import pytest
 from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.drafters.heads.redrafter import Redrafter, build
-from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.hidden_states import AFTER_NORM
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft
 from tests.drafters.pair_feeds import PairFeed, slots
@@ -90,7 +90,7 @@ def _silu(x: Any) -> Any:
 def test_head_equals_an_independent_forward(target: LoadedModel, tmp_path: Path, layout: str) -> None:
     """For two chains in one forward, token by token; tokens outside its vocabulary get -inf."""
     head, draws = read(write_checkpoint(tmp_path, layout), target), np.random.default_rng(1)
-    assert head.points == HiddenStatePoints(after_norm=True) and head.reach == 1 and head.bytes_per_pair == 0
+    assert head.points == (AFTER_NORM,) and head.reach == 1 and head.bytes_per_pair == 0
     table = np.array(target.model.model.embed_tokens(mx.arange(258)))
     rows, tokens = draws.standard_normal((2, H)).astype(np.float32), draws.integers(0, V, (2, 5))
     truth = [by_numpy(layout, table, row, chain) for row, chain in zip(rows, tokens, strict=True)]
@@ -108,7 +108,7 @@ def test_head_equals_an_independent_forward(target: LoadedModel, tmp_path: Path,
 @pytest.mark.parametrize(
     ("config", "other", "sentence"),
     [
-        ({"hidden_size": 48}, {}, "expects a hidden size of 48, but this target has 64"),
+        ({"hidden_size": 48}, {}, "hidden_size is 48, but this one's is 64"),
         ({"vocab_size": 300}, {}, "has 300 tokens and this target 258"),
         ({"exit_dim": 80}, {}, r"input_proj.weight is \(96, 128\), expected \(80, 128\)"),
         ({"exit_dim": None}, {}, "expected a head's sizes"),

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.base import create_attention_mask
 
-from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader, HiddenStates
+from outrider.engine.hidden_states import AFTER_NORM, BEFORE_NORM, HiddenStateReader, HiddenStates, Point
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
@@ -23,7 +23,7 @@ from tests.forwards import unwrap
 from tests.slots import open_slots
 
 Loaded = Callable[..., LoadedModel]
-POINTS = HiddenStatePoints(layers=(0, 2), before_norm=True, after_norm=True)
+POINTS = (0, 2, BEFORE_NORM, AFTER_NORM)
 CLOSE = 2e-3  # values are of the order of 1 to 10
 
 
@@ -40,7 +40,7 @@ def expected_rows(loaded: LoadedModel, tokens: list[int]) -> mx.array:
         mask = create_attention_mask(h, None, window_size=32 if local else None)
         h = layer(h, None if getattr(layer, "is_linear", False) else mask, None)
         outputs.append(h)
-    return mx.concatenate([*(outputs[n] for n in POINTS.layers), h, backbone.norm(h)], axis=-1)[0]
+    return mx.concatenate([*(outputs[n] for n in (0, 2)), h, backbone.norm(h)], axis=-1)[0]
 
 
 def max_error(model: LoadedModel, tokens: list[int], start: int, rows: mx.array) -> float:
@@ -79,7 +79,7 @@ def test_hidden_rows_equal_a_manual_loop_over_the_layers(loaded: Loaded, family:
             received += [(text, start, len(new), rows)] if takes else []
         kv_cache.forward(feeds)
         for text, start, count, rows in received:
-            assert [r.shape for r in rows] == [(count, POINTS.count * 64)]
+            assert [r.shape for r in rows] == [(count, len(POINTS) * 64)]
             worst, read = max(worst, max_error(model, text.tokens, start, rows[0])), read + 1
     assert read > 8 and worst < CLOSE
 
@@ -147,7 +147,7 @@ def test_forward_without_a_reader_holds_no_hidden_rows(loaded: Loaded) -> None:
 
 def test_fuse_is_applied_to_all_tapped_rows(loaded: Loaded) -> None:
     model = loaded()
-    mix = mx.random.normal((POINTS.count * 64, 5))
+    mix = mx.random.normal((len(POINTS) * 64, 5))
     plain, fused = FlatKVCache(model.model), FlatKVCache(model.model)
     tap(model, plain)
     own: list[mx.array] = []
@@ -161,9 +161,9 @@ def test_fuse_is_applied_to_all_tapped_rows(loaded: Loaded) -> None:
 def test_each_reader_gets_its_own_rows(loaded: Loaded) -> None:
     model, rows = loaded(), list[mx.array]()
     kv_cache = FlatKVCache(model.model)
-    half = HiddenStateReader(HiddenStatePoints((2, 0)), lambda x: x.astype(mx.float16))
-    norm = HiddenStateReader(HiddenStatePoints((2,), after_norm=True), lambda x: x + 1)
-    early = HiddenStateReader(HiddenStatePoints(before_norm=True))
+    half = HiddenStateReader((2, 0), lambda x: x.astype(mx.float16))
+    norm = HiddenStateReader((2, AFTER_NORM), lambda x: x + 1)
+    early = HiddenStateReader((BEFORE_NORM,))
     kv_cache.tap_hidden_states(HiddenStates(model.model, half, norm, early))
     texts = [kv_cache.open(), kv_cache.open()]
     kv_cache.forward([Feed(texts[0], [9, 8], 1), Feed(texts[1], [5, 6, 7], 1, hidden=lambda *own: rows.extend(own))])
@@ -203,11 +203,11 @@ def test_tapping_keeps_the_logits_classes_and_weight_names(loaded: Loaded) -> No
 @pytest.mark.parametrize(
     ("points", "sentence"),
     [
-        (HiddenStatePoints((3,)), "there is no layer 3; expected 0 to 2"),
-        (HiddenStatePoints((-1,)), "there is no layer -1"),
+        ((3,), "there is no layer 3; expected 0 to 2"),
+        ((-1,), "there is no layer -1"),
     ],
 )
-def test_unknown_layer_is_refused(loaded: Loaded, points: HiddenStatePoints, sentence: str) -> None:
+def test_unknown_layer_is_refused(loaded: Loaded, points: tuple[Point, ...], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         HiddenStates(loaded().model, HiddenStateReader(points))
 
@@ -219,4 +219,4 @@ def test_model_without_a_known_norm_is_refused(loaded: Loaded) -> None:
             self.layers = [nn.Linear(4, 4)]
 
     with pytest.raises(ModelError, match="final norm can't be found"):
-        HiddenStates(Bare(), HiddenStateReader(HiddenStatePoints(after_norm=True)))
+        HiddenStates(Bare(), HiddenStateReader((AFTER_NORM,)))

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model, save_model
 
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, Segment
-from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader, HiddenStates
+from outrider.engine.hidden_states import AFTER_NORM, BEFORE_NORM, HiddenStateReader, HiddenStates, Point
 from outrider.engine.kv_cache import Feed, FlatKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows
 from outrider.engine.load_checks import find_tree_form, open_kv_cache
@@ -370,10 +370,8 @@ def test_keys_and_values_of_a_quantised_model_are_float16(quantised: Quantised, 
         assert {part.dtype for part in kv_cache.save(sequence, 20).layers[0]} == {dtype}
 
 
-@pytest.mark.parametrize(
-    "points", [HiddenStatePoints((1,)), HiddenStatePoints(before_norm=True), HiddenStatePoints((0, 2), after_norm=True)]
-)
-def test_hidden_rows_equal_those_of_mlx(loaded: Loaded, points: HiddenStatePoints) -> None:
+@pytest.mark.parametrize("points", [(1,), (BEFORE_NORM,), (0, 2, AFTER_NORM)])
+def test_hidden_rows_equal_those_of_mlx(loaded: Loaded, points: tuple[Point, ...]) -> None:
     model, found = loaded("llama"), []
     for kv_cache in (open_kv_cache(model), FlatKVCache(model.model)):
         kv_cache.tap_hidden_states(HiddenStates(model.model, HiddenStateReader(points)))
@@ -384,7 +382,7 @@ def test_hidden_rows_equal_those_of_mlx(loaded: Loaded, points: HiddenStatePoint
         )
         kv_cache.forward([Feed(sequence, some_tokens(3, 2), 2, False, received.append) for sequence in sequences])
         found.append(np.concatenate([np.array(rows) for rows in received]))
-    assert found[0].shape == (13, points.count * 64)
+    assert found[0].shape == (13, len(points) * 64)
     assert np.abs(found[0] - found[1]).max() < 1e-4
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
-from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader, HiddenStates
+from outrider.engine.hidden_states import HiddenStateReader, HiddenStates
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
@@ -134,7 +134,7 @@ def test_copy_that_fails_on_rank_0_is_not_made_by_followers(
 
 def test_hidden_rows_are_read_on_rank_0_only(tiny_model: Callable[..., Path]) -> None:
     ranks, rows = TwoRanks(tiny_model("llama")), list[mx.array]()
-    ranks.texts.tap_hidden_states(HiddenStates(ranks.model.model, HiddenStateReader(HiddenStatePoints((1,)))))
+    ranks.texts.tap_hidden_states(HiddenStates(ranks.model.model, HiddenStateReader((1,))))
     ranks.forward([Feed(ranks.texts.open(), [5, 6, 7], 1, hidden=rows.append)])
     ranks.check()
     assert [r.shape for r in rows] == [(3, 64)] and mx.isfinite(rows[0]).all()

@@ -132,14 +132,14 @@ def test_prompt_read_beside_a_tree_has_correct_keys_and_values(loaded: Loaded) -
 
 
 def test_listener_gets_the_rows_of_a_later_branch_in_order(loaded: Loaded) -> None:
-    from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader, HiddenStates
+    from outrider.engine.hidden_states import AFTER_NORM, HiddenStateReader, HiddenStates
 
     model = loaded("qwen3", 3)
     truth = decoded(model, GREEDY, 12)
 
     def rows(*inputs: tuple[list[int], list[int]]) -> mx.array:
         kv_cache = open_kv_cache(model)
-        reader = HiddenStateReader(HiddenStatePoints((1,), after_norm=True))
+        reader = HiddenStateReader((1, AFTER_NORM))
         kv_cache.tap_hidden_states(HiddenStates(model.model, reader))
         received: list[mx.array] = []
         (slot,) = open_slots(model, [PROMPT], [GREEDY], kv_cache=kv_cache)

@@ -34,6 +34,7 @@ from outrider.drafters.heads.pair_kv_cache import (  # noqa: E402
     FeatureKVCache,
     PairKVCache,
 )
+from outrider.engine.hidden_states import AFTER_NORM  # noqa: E402
 from outrider.engine.loading import load  # noqa: E402
 from outrider.protocol.digest import model_digest  # noqa: E402
 from outrider.protocol.errors import InvalidRequest, ModelError  # noqa: E402
@@ -280,7 +281,7 @@ def chain(head: Any, model: Any, batch: Batch, row: int, steps: int) -> list[np.
     """Returns the loader's logits after the true pairs up to `row`, and after its own pairs that follow."""
     pairs, tokens = PairKVCache(head), np.array(batch.tokens[0])
     rows = batch.hidden[0, : row + 1]
-    tapped = rows.flatten(1) if head.points.layers else model.norm(rows[:, -1])
+    tapped = rows.flatten(1) if head.points != (AFTER_NORM,) else model.norm(rows[:, -1])
     features = head.fuse(mx.array(tapped.numpy()))
     sequence, found = pairs.open(), []
     fed = mx.array(tokens[1 : row + 2], mx.int32)

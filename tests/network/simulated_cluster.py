@@ -24,7 +24,7 @@ from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.worker_registry import MAX_INVALID_MESSAGES
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Abilities, Hello, InProcessDrafter, KvMemory, Message, Outcome
-from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
@@ -388,9 +388,7 @@ class SimulatedCluster(FakeWorkers):
         down.faults = up.faults = self._link_faults.get(name, NO_FAULTS)
         link.inbox.append(KvMemory(KV_LIMIT))
         if name == TARGET:
-            own = InProcessDrafters(
-                {"draft": InProcessModel(MlxDrafter(self._draft))} if self.settings.colocated else {}
-            )
+            own = InProcessDrafters({"draft": MlxDrafter(self._draft)} if self.settings.colocated else {})
             return WorkerProcess(name, link, TargetWorker(link, self._target, drafters=own))  # type: ignore[arg-type]
         drafter = MlxDrafter(self._others.get(name, self._draft))
         return WorkerProcess(name, link, DraftWorker(link, drafter, FAN_OUT_POLICIES["best-first"]))

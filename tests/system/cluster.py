@@ -20,6 +20,7 @@ from outrider.drafters.fan_out import FAN_OUT_POLICIES
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.mlx import MlxDrafter
+from outrider.drafters.ngrams import NgramDrafter
 from outrider.engine.load_checks import probe_abilities
 from outrider.engine.loading import LoadedModel
 from outrider.grammar.compiler import GrammarCompiler
@@ -41,11 +42,7 @@ from outrider.protocol.messages import (
 from outrider.protocol.messages import workers as abilities_of
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs
-from outrider.target_worker.in_process_drafters import (
-    InProcessDrafters,
-    InProcessModel,
-    InProcessProposer,
-)
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.fake_workers import FakeWorkers
 from tests.harness.settings import round_settings
@@ -197,9 +194,9 @@ class Cluster(FakeWorkers):
 
     def _new_target(self) -> TargetWorker:
         self._target_link = self._new_link("target-0")
-        found: dict[str, InProcessProposer] = {}
+        found: dict[str, Drafter | NgramDrafter] = {}
         if self._in_process_model is not None:
-            found["draft"] = InProcessModel(MlxDrafter(self._in_process_model))
+            found["draft"] = MlxDrafter(self._in_process_model)
         if self._in_process_head is not None:
             found["head"] = HeadDrafter(self._in_process_head, self._model.vocab_size)
         own = InProcessDrafters(found)

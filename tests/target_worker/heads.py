@@ -195,7 +195,7 @@ def latent_head(target: LoadedModel) -> Mtp:
     sizes = {key: value for key, value in nextn_heads.MODELS["deepseek_v3"].items() if key != "tie_word_embeddings"}
     args = deepseek_v3.ModelArgs.from_dict({**sizes, "hidden_size": H, "num_attention_heads": 4})
     block = deepseek_v3.DeepseekV3DecoderLayer(args, LAYERS)
-    head = Mtp(H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024), together=False)
+    head = Mtp(H, 1e-5, block, replace(HeadTarget.of(target), context_length=1024))
     patch_ropes(head)
     return head
 

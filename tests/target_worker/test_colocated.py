@@ -25,7 +25,7 @@ from outrider.protocol.messages import (
     Verify,
 )
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.columns import column_tokens
 from tests.system.links import FakeLink, VirtualClock, deliver_during_a_forward, drafted_chain, run_worker
@@ -46,15 +46,15 @@ class WorkerUnderTest:
     def __init__(self, prompt: Any = PROMPT, eos: tuple[int, ...] = (), drafts: bool = True) -> None:
         self.link = FakeLink("target-0", deque([Open("r", 0, 0, prompt, SAMPLING, eos)]))
         self.opened = 0
-        colocated = InProcessModel(MlxDrafter(markov(OTHER))) if drafts else None
+        colocated = MlxDrafter(markov(OTHER)) if drafts else None
         if colocated is not None:
-            open_tree = colocated.drafter.open
+            open_tree = colocated.open
 
             def counted(*arguments: Any) -> Any:
                 self.opened += 1
                 return open_tree(*arguments)
 
-            colocated.drafter.open = counted  # type: ignore[method-assign]
+            colocated.open = counted  # type: ignore[method-assign]
         self.own = colocated
         own = InProcessDrafters({"draft": colocated} if colocated is not None else {})
         self.worker = TargetWorker(self.link, markov(TABLE), drafters=own)  # type: ignore[arg-type]
@@ -300,7 +300,7 @@ def test_requests_that_draft_together_get_the_chains_of_single_requests(
     alone = [(drafted_chain(a), a.accepted, a.bonus) for a in WorkerUnderTest().exchange(drafting(1, START))]
     worker_under_test = WorkerUnderTest()
 
-    drafter: Any = worker_under_test.own.drafter  # type: ignore[union-attr]
+    drafter: Any = worker_under_test.own
     plain_open, plain_commit, plain_continuation = drafter.open, WorkAhead.commit, WorkAhead.continuation
 
     def fail_sometimes(tokens: list[int], length: int) -> None:

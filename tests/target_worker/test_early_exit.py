@@ -174,9 +174,9 @@ def test_non_finite_rows_change_no_text(
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        ({"hidden_size": 48}, "a width of 48, 3 layers and 258 tokens, and this one has 64, 3 and 258"),
-        ({"vocab_size": 300}, "3 layers and 300 tokens, and this one"),
-        ({"num_hidden_layers": 32}, "32 layers and 258 tokens, and this one"),
+        ({"hidden_size": 48}, "hidden_size is 48, but this one's is 64"),
+        ({"vocab_size": 300}, "vocab_size is 300, but this one's is 258"),
+        ({"num_hidden_layers": 32}, "num_hidden_layers is 32, but this one's is 3"),
         ({"exit_layer": 3}, "exits after 3 layers of 3; expected 1 to 2"),
         ({"rank": 9}, r"down.weight is \(8, 64\), expected \(9, 64\)"),
         ({"rank": None}, "expected a head's sizes"),

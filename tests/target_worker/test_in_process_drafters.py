@@ -20,7 +20,7 @@ from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, PRIOR_COPIED, NgramTabl
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.target_worker import in_process_drafters
-from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel, propose
+from outrider.target_worker.in_process_drafters import InProcessDrafters, propose
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, drafted_chain, run_worker
 from tests.target_worker.heads import (
@@ -41,7 +41,7 @@ def four_drafters(target: LoadedModel) -> InProcessDrafters:
     """Three heads of two kinds, which read different hidden states, and a draft model."""
     heads = {"token": token_head, "feature": feature_head, "mtp": mtp_head}
     own = {name: drafter(make_head(target), target) for name, make_head in heads.items()}  # type: ignore[operator]
-    return InProcessDrafters({**own, "draft": InProcessModel(MlxDrafter(target))})
+    return InProcessDrafters({**own, "draft": MlxDrafter(target)})
 
 
 def run(
