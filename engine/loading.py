@@ -87,7 +87,7 @@ def load(
         ModelError: there is no such directory, it holds no model, or mlx-lm does not have its architecture.
     """
     report = progress or log.info
-    path = find_model_folder(name)
+    path = Path(name)
     report(f"loading {name}")
     _require_threads()
     model, config = read_model(path)
@@ -130,7 +130,7 @@ def _require_threads() -> None:
 
 def load_lazily(name: str | Path) -> LoadedModel:
     """Returns the model with its weights left in their files until they are used. Raises ModelError as `load` does."""
-    path = find_model_folder(name)
+    path = Path(name)
     model, config = read_model(path)
     parameters = get_total_parameters(model)
     if mx.default_device().type == mx.cpu:
@@ -155,21 +155,11 @@ def _make_loaded_model(
     )
 
 
-def find_model_folder(name: str | Path) -> Path:
-    """Returns the model's directory. Raises ModelError if there is none; the command line downloads models before."""
-    path = Path(os.path.expanduser(name))
-    if (path / "config.json").is_file():
-        return path
-    if path.exists():
-        raise ModelError(f"{path} is not a model folder: expected config.json and model*.safetensors in it")
-    raise ModelError(f"no model at {path}: give an existing directory")
-
-
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns the config.json of a model folder. Raises ModelError if it can't be a model's."""
+    """Returns the config.json of a model folder. Raises ModelError if there is none, or it can't be a model's."""
     config = read_json(path / "config.json")
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{path / 'config.json'} has no model_type: expected a Hugging Face model's config")
+        raise ModelError(f"{path} is not a model folder: expected a config.json with a model_type in it")
     return config
 
 

@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(fields, ensure_ascii=False).encode()  # an escape can stand for half a surrogate pair
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} can't be read as JSON ({error}); download the model again") from None

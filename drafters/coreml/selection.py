@@ -16,7 +16,7 @@ from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Options
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import DeviceUnavailable, open_runtime, require_core_ml
 from outrider.drafters.drafter import Drafter
-from outrider.engine.loading import find_model_folder, read_config
+from outrider.engine.loading import read_config
 from outrider.protocol.digest import cache_folder, make_cached, model_digest, use_cached
 from outrider.protocol.errors import InvalidRequest, ModelError
 
@@ -87,7 +87,7 @@ def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
     """
     directory, checkpoint = Path(os.path.expanduser(model)), None
     if not (directory / package.MANIFEST_FILE).is_file():
-        checkpoint = find_model_folder(model)
+        checkpoint = Path(model)
     try:
         require_core_ml()
         chosen = open_package(directory) if checkpoint is None else cached_package(checkpoint, progress)
@@ -116,7 +116,7 @@ def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> 
     """
     if prefill == "mlx":
         return ""
-    checkpoint, directory = find_model_folder(model), Path(os.path.expanduser(prefill))
+    checkpoint, directory = Path(model), Path(os.path.expanduser(prefill))
     if prefill != "coreml" and not (directory / package.MANIFEST_FILE).is_file():
         raise InvalidRequest(f"draft prefill is {prefill!r}; expected mlx, coreml or the directory of a package")
     try:

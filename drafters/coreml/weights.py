@@ -101,8 +101,6 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, kind: str) -> None:
-        if not (path / "config.json").is_file() or not any(path.glob("model*.safetensors")):
-            raise ModelError(f"{path} is not a model folder; expected config.json and model*.safetensors in it")
         self.path, self.architecture = path, layout.read_architecture(read_config(path))
         self._model, _ = read_model(path)
         self.parameters = int(get_total_parameters(self._model))

@@ -148,7 +148,7 @@ def test_weights_beyond_float16_are_refused(tiny_model: Model, tmp_path: Path, b
 
 
 def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    assert "is not a model folder; expected config.json" in conversion_error(tmp_path / "nowhere", tmp_path)
+    assert "is not a model folder: expected a config.json" in conversion_error(tmp_path / "nowhere", tmp_path)
 
 
 def test_invalid_or_incomplete_config_is_refused(tiny_model: Model, tmp_path: Path) -> None:
