@@ -94,8 +94,13 @@ def load(
     parameters = get_total_parameters(model)
     forward = None
     if mx.default_device().type == mx.cpu:
-        forward = _load_ort_forward(path, model, config) if ranks is None else None
-        if forward is None:
+        model.set_dtype(mx.float32)
+        forward = open_forward(model, config, path) if ranks is None else None
+        if forward is not None:
+            model.update(read_model(path)[0].parameters())  # MLX's weights stay in their files until they are used
+            model.set_dtype(mx.float32)
+            memory.release_memory()  # memory that only the session's creation needed
+        else:
             report("converting to float32")
             model = _to_float32(model, parameters)
     if ranks is not None:
@@ -241,28 +246,6 @@ def _make_reduced_llama(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
             return moved | {"lm_head.tokens": tokens}
 
     return Reduced, llama.ModelArgs
-
-
-def _load_ort_forward(path: Path, model: nn.Module, config: dict[str, Any]) -> OrtForward | None:
-    """Returns ONNX Runtime's forwards, or None. With them MLX's weights stay in their files until they are used."""
-    model.set_dtype(mx.float32)
-    forward = open_forward(model, config, path)
-    if forward is not None:
-        _release_weights(model, path)
-        memory.release_memory()  # memory that only the session's creation needed
-    return forward
-
-
-def _release_weights(model: nn.Module, path: Path) -> None:
-    """Replaces the weights by lazy ones, left in their files until used. Takes a fifth of the time of `read_model`."""
-    try:
-        weights: dict[str, Any] = {}
-        for file in path.glob("model*.safetensors"):
-            weights |= mx.load(str(file))  # type: ignore[arg-type]
-        model.load_weights(list((model.sanitize(weights) if hasattr(model, "sanitize") else weights).items()))
-    except (ValueError, KeyError):  # the files have another layout than the model, or are sanitized only once
-        model.update(read_model(path)[0].parameters())
-    model.set_dtype(mx.float32)
 
 
 def _to_float32(model: nn.Module, parameters: int) -> nn.Module:
