@@ -6,6 +6,7 @@ error. Knows the container and its block types; knows no architecture and no tok
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -120,7 +121,8 @@ class GgufFile:
         if value is None:
             raise ModelError(f"{self.path} has no {key} in its metadata; choose another file of this model")
         if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-            raise ModelError(f"{self.path}: {key} is {_describe(value)}; expected {expected}")
+            found = reprlib.repr(value.tolist() if isinstance(value, np.ndarray) else value)
+            raise ModelError(f"{self.path}: {key} is {found}; expected {expected}")
         return value
 
 
@@ -236,15 +238,6 @@ class _HeaderReader:
         if len(data) < count:
             raise truncated_error(self._path)
         return data
-
-
-def _describe(value: Value) -> str:
-    """Describes a value for a message, without the contents of lists."""
-    if isinstance(value, list):
-        return "a list of texts"
-    if isinstance(value, np.ndarray):
-        return "a list of numbers"
-    return f"the text {value[:40]!r}" if isinstance(value, str) else repr(value)
 
 
 def mlx_bits(kind: str, keep_precision: bool) -> int | None:

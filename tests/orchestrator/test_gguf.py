@@ -537,9 +537,9 @@ def test_non_gguf_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"metadata": {"llama.block_count": "two"}}, "llama.block_count is the text 'two'; expected a whole number"),
-        ({"metadata": {"llama.rope.freq_base": [1.0, 2.0]}}, "freq_base is a list of numbers; expected a number"),
-        ({"metadata": {"tokenizer.ggml.tokens": "none"}}, "tokens is the text 'none'; expected a list of texts"),
+        ({"metadata": {"llama.block_count": "two"}}, "llama.block_count is 'two'; expected a whole number"),
+        ({"metadata": {"llama.rope.freq_base": [1.0, 2.0]}}, "freq_base is [1.0, 2.0]; expected a number"),
+        ({"metadata": {"tokenizer.ggml.tokens": "none"}}, "tokens is 'none'; expected a list of texts"),
         ({"metadata": {"tokenizer.ggml.add_bos_token": 1}}, "add_bos_token is 1; expected true or false"),
         ({"without": "llama.embedding_length"}, "has no llama.embedding_length in its metadata"),
         ({"without": "blk.1.ffn_up.weight"}, "has no tensor blk.1.ffn_up.weight, which llama models have"),
