@@ -76,52 +76,49 @@ def choose_unit(package: Package, progress: ProgressCallback) -> tuple[str, str]
     raise DeviceUnavailable(f"Core ML does not help this draft on this machine ({'; '.join(rejections)})")
 
 
-def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
-    """Returns the drafter for `model`: a package directory or a model directory.
-
-    A model is converted first (once). MLX drafts, with a note, if trials fail on every unit, or there is no Core ML.
-    `progress` receives a sentence about each step.
+def find_package(checkpoint: Path, prefill: str, progress: ProgressCallback) -> Package:
+    """Returns the package that the setting `draft_prefill` names for the model directory `checkpoint`: that in a
+    directory, or otherwise (`mlx`, `coreml`) the model's own, which is converted first (once).
 
     Raises:
-        ModelError: there is no such model, the converter refuses it, or a package without its model can't run here.
+        InvalidRequest: `prefill` is neither mlx nor coreml nor a package's directory.
+        DeviceUnavailable: there is no Core ML.
+        ModelError: the package has other weights, or the model can't be converted.
     """
-    directory, checkpoint = Path(os.path.expanduser(model)), None
-    if not (directory / package.MANIFEST_FILE).is_file():
-        checkpoint = Path(model)
+    directory, is_own = Path(os.path.expanduser(prefill)), prefill in ("mlx", "coreml")
+    if not is_own and not (directory / package.MANIFEST_FILE).is_file():
+        raise InvalidRequest(f"draft prefill is {prefill!r}; expected mlx, coreml or the directory of a package")
+    require_core_ml()
+    return cached_package(checkpoint, progress) if is_own else open_package(directory, checkpoint)
+
+
+def load_drafter(model: str, prefill: str, progress: ProgressCallback) -> Drafter:
+    """Returns the drafter for the directory `model`, by the package that `find_package` finds.
+
+    MLX drafts, with a note, if trials fail on every unit, or there is no Core ML. `progress` receives a sentence about
+    each step. Raises InvalidRequest or ModelError as `find_package`.
+    """
     try:
-        require_core_ml()
-        chosen = open_package(directory) if checkpoint is None else cached_package(checkpoint, progress)
+        chosen = find_package(Path(model), prefill, progress)
         units, sentence = choose_unit(chosen, progress)
         drafter = CoreMLDrafter(chosen, open_runtime(chosen, units), note=sentence)
     except DeviceUnavailable as error:
-        if checkpoint is None:
-            raise ModelError(f"{error}; give the model that this package was converted from, not the package") from None
         from outrider.drafters.mlx import MlxDrafter
 
         note = f"drafting with MLX instead of Core ML: {error}"
         progress(note)
-        return MlxDrafter.load(str(checkpoint), progress, note)
+        return MlxDrafter.load(model, progress, note)
     progress(sentence)
     return drafter
 
 
 def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> PackageReader | str:
-    """Returns the package that reads prompts for the draft `model`, or why MLX reads them; empty if it was to.
-
-    `prefill` is the setting `draft_prefill`: `mlx`, `coreml`, or the directory of a package.
-
-    Raises:
-        InvalidRequest: `prefill` is neither mlx nor coreml nor a package's directory.
-        ModelError: the package has other weights, or the draft can't be converted.
-    """
+    """Returns the package that reads prompts for the draft `model`, or why MLX reads them; empty if it was to
+    (`prefill` is `mlx`). Raises InvalidRequest or ModelError as `find_package`."""
     if prefill == "mlx":
         return ""
-    checkpoint, directory = Path(model), Path(os.path.expanduser(prefill))
-    if prefill != "coreml" and not (directory / package.MANIFEST_FILE).is_file():
-        raise InvalidRequest(f"draft prefill is {prefill!r}; expected mlx, coreml or the directory of a package")
     try:
-        require_core_ml()
-        chosen = cached_package(checkpoint, progress) if prefill == "coreml" else open_package(directory, checkpoint)
+        chosen = find_package(Path(model), prefill, progress)
         units, _ = choose_unit(chosen, progress)
         reader = PackageReader(chosen, open_runtime(chosen, units, [chosen.layout.prefill.name]))
     except DeviceUnavailable as error:
