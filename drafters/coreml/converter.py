@@ -200,13 +200,10 @@ def convert(model: Path, destination: Path, options: Options, progress: Progress
             manifest = write_package(model, partial_package, options, progress)
             partial_package.rename(destination)
     except OSError as error:
-        raise write_error(destination, error) from error
+        raise ModelError(
+            f"{destination} can't be written ({error.strerror or error}); free some space, or choose another folder"
+        ) from error
     return manifest
-
-
-def write_error(path: Path, error: OSError) -> ModelError:
-    """Returns the error for a package that can't be written to `path`."""
-    return ModelError(f"{path} can't be written ({error.strerror or error}); free some space, or choose another folder")
 
 
 def write_package(model: Path, directory: Path, options: Options, progress: Progress) -> Manifest:

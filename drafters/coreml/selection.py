@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from outrider.drafters.coreml import layout, package, trial
-from outrider.drafters.coreml.converter import write_error, write_package
+from outrider.drafters.coreml.converter import write_package
 from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
 from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Options
 from outrider.drafters.coreml.package import Package, open_package
@@ -53,11 +53,7 @@ def cached_package(checkpoint: Path, progress: ProgressCallback, weights: str = 
 
     context = min(DEFAULT_CONTEXT, layout.read_architecture(read_config(checkpoint)).max_positions)
     convert = partial(write_package, checkpoint, options=Options(weights, context), progress=report)
-    try:
-        make_cached(directory, convert, package.MANIFEST_FILE)
-    except OSError as error:
-        raise write_error(directory, error) from error
-    return open_package(directory)
+    return open_package(make_cached(directory, convert, package.MANIFEST_FILE))
 
 
 def choose_unit(package: Package, progress: ProgressCallback) -> tuple[str, str]:

@@ -111,9 +111,9 @@ class GgufFile:
         try:
             data = np.fromfile(self.path, np.uint8, place.size, offset=place.offset)
         except OSError as error:
-            raise unreadable_error(self.path, error) from None
+            raise _unreadable_error(self.path, error) from None
         if len(data) < place.size:
-            raise truncated_error(self.path)
+            raise _truncated_error(self.path)
         return data.reshape(prod(place.shape[:-1]), -1)
 
     def _get(self, key: str, default: Value | None, kind: type | tuple[type, ...], expected: str) -> Any:
@@ -138,14 +138,14 @@ def read_gguf(path: Path) -> GgufFile:
         with path.open("rb") as file:
             return _HeaderReader(path, file).read()
     except OSError as error:
-        raise unreadable_error(path, error) from None
+        raise _unreadable_error(path, error) from None
 
 
-def unreadable_error(path: Path, error: OSError) -> ModelError:
+def _unreadable_error(path: Path, error: OSError) -> ModelError:
     return ModelError(f"{path} can't be read: {error.strerror or error}")
 
 
-def truncated_error(path: Path) -> ModelError:
+def _truncated_error(path: Path) -> ModelError:
     return ModelError(f"{path} is truncated; download it again")
 
 
@@ -175,7 +175,7 @@ class _HeaderReader:
         start = -(-self._file.tell() // alignment) * alignment
         placed = {name: replace(place, offset=start + place.offset) for name, place in header.tensors.items()}
         if any(place.offset + place.size > self._size for place in placed.values()):
-            raise truncated_error(self._path)
+            raise _truncated_error(self._path)
         return replace(header, tensors=placed)
 
     def _read_tensor_info(self) -> tuple[str, TensorInfo]:
@@ -236,7 +236,7 @@ class _HeaderReader:
     def _read_bytes(self, count: int) -> bytes:
         data = self._file.read(count) if count <= self._size else b""
         if len(data) < count:
-            raise truncated_error(self._path)
+            raise _truncated_error(self._path)
         return data
 
 
