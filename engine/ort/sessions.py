@@ -97,10 +97,8 @@ class Sessions:
     @classmethod
     def _open_cached(cls, cached: CachedGraph, written: bool = False) -> Sessions:
         cached.read_ahead(written)
-        sessions, exact = cls._open_all(cached.file), exact_biases.has_biases(cached.folder)
-        if exact:
-            exact_biases.apply(cached.folder, cached.weights)
-        return replace(sessions, exact=exact, cached=cached)
+        sessions = cls._open_all(cached.file)
+        return replace(sessions, exact=exact_biases.apply(cached.folder, cached.weights), cached=cached)
 
     @classmethod
     def _open_all(cls, source: bytes | str, weights: dict[str, Any] | None = None) -> Sessions:
