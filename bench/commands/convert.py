@@ -7,14 +7,13 @@ import json
 import time
 from pathlib import Path
 
-from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHT_FORMATS, Options
+from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHT_FORMATS
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pairing.model_files import find_model
 
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
-    wanted = Options(options.weights, options.context)
     from outrider.drafters.coreml.converter import convert  # deferred: imports MLX and coremltools
 
     screen = Screen()
@@ -23,7 +22,8 @@ def run(options: argparse.Namespace) -> int:
         screen.show(f"{stage}: {done} of {total}")
 
     try:
-        manifest = convert(find_model(options.model).folder, options.out, wanted, show)
+        model = find_model(options.model)
+        manifest = convert(model.folder, options.out, options.weights, options.context, show)
     finally:
         screen.clear()
     size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())

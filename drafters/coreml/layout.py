@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.errors import ModelError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 AXIS_ALIGNMENT = 32  # the Neural Engine pads the last axis to a multiple of this
@@ -118,24 +118,6 @@ def _check_sizes(sizes: DecoderArchitecture) -> None:
         raise ModelError(
             f"a layer is {widest} wide, but the Neural Engine takes at most {MAX_WIDTH}; choose a smaller draft model"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """A user's choice of the form of a package: `weights` is one of `WEIGHT_FORMATS`, `context` in tokens.
-
-    Raises:
-        InvalidRequest: a value is invalid.
-    """
-
-    weights: str = "fp16"
-    context: int = DEFAULT_CONTEXT
-
-    def __post_init__(self) -> None:
-        if self.weights not in WEIGHT_FORMATS:
-            raise InvalidRequest(f"weights is {self.weights!r}; expected one of {', '.join(WEIGHT_FORMATS)}")
-        if not PREFILL_ROWS <= self.context <= MAX_CONTEXT_LENGTH:
-            raise InvalidRequest(f"context is {self.context}; expected {PREFILL_ROWS} to {MAX_CONTEXT_LENGTH} tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from outrider.drafters.coreml import layout, package, trial
 from outrider.drafters.coreml.converter import write_package
 from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
-from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Options
+from outrider.drafters.coreml.layout import DEFAULT_CONTEXT
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import DeviceUnavailable, open_runtime, require_core_ml
 from outrider.drafters.drafter import Drafter
@@ -52,7 +52,7 @@ def cached_package(checkpoint: Path, progress: ProgressCallback, weights: str = 
             progress(f"converting the draft for Core ML: {stage}")
 
     context = min(DEFAULT_CONTEXT, layout.read_architecture(read_config(checkpoint)).max_positions)
-    convert = partial(write_package, checkpoint, options=Options(weights, context), progress=report)
+    convert = partial(write_package, checkpoint, weights=weights, context=context, progress=report)
     return open_package(make_cached(directory, convert, package.MANIFEST_FILE))
 
 
