@@ -44,5 +44,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help=package)
     numbers = "the format of the weights (default: %(default)s)"
     parser.add_argument("--weights", choices=WEIGHT_FORMATS, default="fp16", help=numbers)
-    positions = "the context length of the package, in tokens (default: %(default)s)"
-    parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, metavar="N", help=positions)
+    positions = f"the package's context length, in tokens (default: {DEFAULT_CONTEXT}, or the model's if it is shorter)"
+    parser.add_argument("--context", type=int, metavar="N", help=positions)

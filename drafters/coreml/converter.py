@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from outrider import __version__
 from outrider.drafters.coreml import package
-from outrider.drafters.coreml.layout import MAX_CONTEXT_LENGTH, DecoderArchitecture, PackageFunction, PackageLayout
+from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, DecoderArchitecture, PackageFunction, PackageLayout
 from outrider.drafters.coreml.package import Manifest, import_coremltools
 from outrider.drafters.coreml.weights import HEAD, NORM, Checkpoint, DenseMatrix, Weights
 from outrider.protocol.digest import file_hash, model_digest
@@ -183,7 +183,7 @@ def _as_conv_kernel(matrix: NDArray[Any]) -> NDArray[Any]:
 
 
 def convert(
-    model: Path, destination: Path, weights: str, context: int, progress: Progress = lambda *_: None
+    model: Path, destination: Path, weights: str, context: int | None, progress: Progress = lambda *_: None
 ) -> Manifest:
     """Writes the package of the checkpoint `model` to `destination`, which must not exist, completely or not at all:
     all files are written to a directory next to it, which is renamed last.
@@ -208,12 +208,12 @@ def convert(
     return manifest
 
 
-def write_package(model: Path, directory: Path, weights: str, context: int, progress: Progress) -> Manifest:
+def write_package(model: Path, directory: Path, weights: str, context: int | None, progress: Progress) -> Manifest:
     """Writes the package of the checkpoint `model` into `directory`, which is empty.
 
     Args:
         weights: one of `WEIGHT_FORMATS`.
-        context: in tokens.
+        context: in tokens; None: DEFAULT_CONTEXT, or the model's own if that is shorter.
 
     Raises:
         InvalidRequest: the context is too short, or longer than the model's or than that of any package.
@@ -223,7 +223,8 @@ def write_package(model: Path, directory: Path, weights: str, context: int, prog
     progress("reading", 0, 1)
     checkpoint = Checkpoint(model, weights)
     sizes = checkpoint.architecture
-    least, most = PackageLayout.prefill.rows, min(sizes.max_positions, MAX_CONTEXT_LENGTH)
+    least, most = PackageLayout.prefill.rows, sizes.max_positions
+    context = min(DEFAULT_CONTEXT, most) if context is None else context
     if not least <= context <= most:
         raise InvalidRequest(f"context is {context}; expected {least} to {most} tokens for this model")
     layout = PackageLayout(sizes, weights, context)

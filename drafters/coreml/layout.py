@@ -28,7 +28,7 @@ TRIAL_PROMPT_TOKENS, TRIAL_ROWS, TRIAL_STEPS = 16, 8, 12
 
 @dataclass(frozen=True, slots=True)
 class DecoderArchitecture:
-    """The sizes of a dense decoder of one of FAMILIES."""
+    """The sizes of a dense decoder of one of FAMILIES. `max_positions`: at most those that a package can have."""
 
     family: str
     layers: int
@@ -81,7 +81,7 @@ def read_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
             vocab_size=int(config["vocab_size"]),
             norm_eps=float(config["rms_norm_eps"]),
             tied=bool(config.get("tie_word_embeddings", family != "qwen3")),
-            max_positions=int(config.get("max_position_embeddings") or 2**31 - 1),
+            max_positions=min(int(config.get("max_position_embeddings") or MAX_CONTEXT_LENGTH), MAX_CONTEXT_LENGTH),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(

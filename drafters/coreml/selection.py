@@ -9,14 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from outrider.drafters.coreml import layout, package, trial
+from outrider.drafters.coreml import package, trial
 from outrider.drafters.coreml.converter import write_package
 from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
-from outrider.drafters.coreml.layout import DEFAULT_CONTEXT
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import DeviceUnavailable, open_runtime, require_core_ml
 from outrider.drafters.drafter import Drafter
-from outrider.engine.loading import read_config
 from outrider.protocol.digest import cache_folder, make_cached, model_digest, use_cached
 from outrider.protocol.errors import InvalidRequest, ModelError
 
@@ -36,8 +34,7 @@ def package_folder(checkpoint: Path, weights: str = "fp16") -> Path:
 def cached_package(checkpoint: Path, progress: ProgressCallback, weights: str = "fp16") -> Package:
     """Returns the package of the model directory `checkpoint`, converted now if it is missing or damaged.
 
-    Its context is DEFAULT_CONTEXT, or the model's own if that is shorter. `progress` receives each stage of a
-    conversion once. Raises ModelError if the model can't be converted.
+    `progress` receives each stage of a conversion once. Raises ModelError if the model can't be converted.
     """
     directory = package_folder(checkpoint, weights)
     if use_cached(directory, package.MANIFEST_FILE):
@@ -51,8 +48,7 @@ def cached_package(checkpoint: Path, progress: ProgressCallback, weights: str = 
         if not done:
             progress(f"converting the draft for Core ML: {stage}")
 
-    context = min(DEFAULT_CONTEXT, layout.read_architecture(read_config(checkpoint)).max_positions)
-    convert = partial(write_package, checkpoint, weights=weights, context=context, progress=report)
+    convert = partial(write_package, checkpoint, weights=weights, context=None, progress=report)
     return open_package(make_cached(directory, convert, package.MANIFEST_FILE))
 
 

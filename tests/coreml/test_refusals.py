@@ -32,7 +32,7 @@ Model = Callable[..., Path]
 SHORT = ("fp16", 64)
 
 
-def conversion_error(model: Path, tmp_path: Path, context: int = 64) -> str:
+def conversion_error(model: Path, tmp_path: Path, context: int | None = 64) -> str:
     """The sentence with which converting `model` is refused; checks that nothing is left behind."""
     (tmp_path / "out").mkdir(exist_ok=True)
     with pytest.raises(OutriderError) as caught:
