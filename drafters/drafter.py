@@ -191,10 +191,10 @@ class DrafterFault(OutriderError):
 def make_drafter(
     backend: str, model: str, progress: Callable[[str], None], prefill: str = "mlx", target: str = ""
 ) -> Drafter:
-    """Returns the drafter `backend` for `model` (a model folder; for `coreml` also a package).
+    """Returns the drafter `backend` for `model`, a model folder.
 
     Args:
-        prefill: the backend that reads prompts for `mlx`, see `drafters.coreml.selection.load_prompt_reader`.
+        prefill: what reads prompts for `mlx`, and the package of `coreml` (`drafters.coreml.selection.find_package`).
         target: the folder of the model whose features a head reads.
     """
     match backend:
@@ -206,7 +206,7 @@ def make_drafter(
         case "coreml":
             from outrider.drafters.coreml.selection import load_drafter
 
-            return load_drafter(model, progress)
+            return load_drafter(model, prefill, progress)
     if backend not in WORKER_HEADS:
         raise InvalidRequest(f"unknown drafter {backend!r}; expected one of {', '.join(BACKENDS)}")
     from outrider.drafters.heads.load import load_for_draft_worker

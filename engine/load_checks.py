@@ -85,7 +85,7 @@ def probe_abilities(model: LoadedModel) -> Abilities:
 def _compute_reference(model: LoadedModel, before: Filler) -> mx.array:
     """Returns the model's own logits of the tokens after the filler, fed one by one, [N, V]."""
     text = _TrialText(model, before, own_caches=True)
-    reference = mx.concatenate([text.feed([token]) for token in _make_final_tokens(model)])
+    reference = mx.concatenate([text.feed([token]) for token in _make_tokens(model, _FINAL_TOKENS, 1)])
     if mx.isnan(reference).any().item():
         raise ModelFault(
             f"the logits of this {model.model_type} model are NaN or infinite; download it again, or choose another"
@@ -107,7 +107,7 @@ def _check_chain(model: LoadedModel, before: Filler, reference: mx.array) -> Non
             past = " past its window" if before else ""
             raise ModelFault(f"the logits of {tokens}{past} are wrong by {worst:.1g} of their standard deviation")
 
-    last = _make_final_tokens(model)
+    last = _make_tokens(model, _FINAL_TOKENS, 1)
     text = _TrialText(model, before)
     compare(0, mx.concatenate([text.feed([token]) for token in last]), "one token at a time")
     text = _TrialText(model, before)
@@ -180,10 +180,6 @@ class _TrialText:
 def _make_tokens(model: LoadedModel, count: int, number: int = 0) -> list[int]:
     """Returns the tokens of meaningless text number `number`."""
     return [(7919 * i + 104729 * number + 13) % model.vocab_size for i in range(count)]
-
-
-def _make_final_tokens(model: LoadedModel) -> list[int]:
-    return [(6007 * i + 5) % model.vocab_size for i in range(_FINAL_TOKENS)]
 
 
 def tree_logits_match(model: LoadedModel, form: TreeForm, prompt: int = _TREE_PROMPT_TOKENS) -> bool:

@@ -87,15 +87,20 @@ def load(
         ModelError: there is no such directory, it holds no model, or mlx-lm does not have its architecture.
     """
     report = progress or log.info
-    path = find_model_folder(name)
+    path = Path(name)
     report(f"loading {name}")
     _require_threads()
     model, config = read_model(path)
     parameters = get_total_parameters(model)
     forward = None
     if mx.default_device().type == mx.cpu:
-        forward = _load_ort_forward(path, model, config) if ranks is None else None
-        if forward is None:
+        model.set_dtype(mx.float32)
+        forward = open_forward(model, config, path) if ranks is None else None
+        if forward is not None:
+            model.update(read_model(path)[0].parameters())  # MLX's weights stay in their files until they are used
+            model.set_dtype(mx.float32)
+            memory.release_memory()  # memory that only the session's creation needed
+        else:
             report("converting to float32")
             model = _to_float32(model, parameters)
     if ranks is not None:
@@ -130,7 +135,7 @@ def _require_threads() -> None:
 
 def load_lazily(name: str | Path) -> LoadedModel:
     """Returns the model with its weights left in their files until they are used. Raises ModelError as `load` does."""
-    path = find_model_folder(name)
+    path = Path(name)
     model, config = read_model(path)
     parameters = get_total_parameters(model)
     if mx.default_device().type == mx.cpu:
@@ -155,21 +160,11 @@ def _make_loaded_model(
     )
 
 
-def find_model_folder(name: str | Path) -> Path:
-    """Returns the model's directory. Raises ModelError if there is none; the command line downloads models before."""
-    path = Path(os.path.expanduser(name))
-    if (path / "config.json").is_file():
-        return path
-    if path.exists():
-        raise ModelError(f"{path} is not a model folder: expected config.json and model*.safetensors in it")
-    raise ModelError(f"no model at {path}: give an existing directory")
-
-
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns the config.json of a model folder. Raises ModelError if it can't be a model's."""
+    """Returns the config.json of a model folder. Raises ModelError if there is none, or it can't be a model's."""
     config = read_json(path / "config.json")
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{path / 'config.json'} has no model_type: expected a Hugging Face model's config")
+        raise ModelError(f"{path} is not a model folder: expected a config.json with a model_type in it")
     return config
 
 
@@ -251,28 +246,6 @@ def _make_reduced_llama(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
             return moved | {"lm_head.tokens": tokens}
 
     return Reduced, llama.ModelArgs
-
-
-def _load_ort_forward(path: Path, model: nn.Module, config: dict[str, Any]) -> OrtForward | None:
-    """Returns ONNX Runtime's forwards, or None. With them MLX's weights stay in their files until they are used."""
-    model.set_dtype(mx.float32)
-    forward = open_forward(model, config, path)
-    if forward is not None:
-        _release_weights(model, path)
-        memory.release_memory()  # memory that only the session's creation needed
-    return forward
-
-
-def _release_weights(model: nn.Module, path: Path) -> None:
-    """Replaces the weights by lazy ones, left in their files until used. Takes a fifth of the time of `read_model`."""
-    try:
-        weights: dict[str, Any] = {}
-        for file in path.glob("model*.safetensors"):
-            weights |= mx.load(str(file))  # type: ignore[arg-type]
-        model.load_weights(list((model.sanitize(weights) if hasattr(model, "sanitize") else weights).items()))
-    except (ValueError, KeyError):  # the files have another layout than the model, or are sanitized only once
-        model.update(read_model(path)[0].parameters())
-    model.set_dtype(mx.float32)
 
 
 def _to_float32(model: nn.Module, parameters: int) -> nn.Module:

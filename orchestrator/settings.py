@@ -124,7 +124,7 @@ class ServeSettings:
     drafters: int = count(1, 1, MAX_DRAFTERS, DRAFTING, help="number of draft processes, which share the outcomes")
     draft_prefill: str = setting(
         "mlx", values.check_text, DRAFTING, "mlx|coreml|PACKAGE",
-        help="what reads prompts for a drafter on MLX",
+        help="what reads prompts for a drafter on MLX, or the package that draft_backend coreml runs",
     )  # fmt: skip
     draft_device: str = _enum(
         "auto", ("auto", "cpu"), DRAFTING, help="the device of draft workers on MLX; auto: the target's"
@@ -275,8 +275,8 @@ class ServeSettings:
             yield "advertise needs workers_endpoint, the endpoint that it announces"
         if self.await_target and self.shards > 1:
             yield "await_target starts no target; expected shards on the target's own command line, or neither"
-        if self.draft_prefill != "mlx" and self.draft_backend not in ("mlx", "auto"):
-            yield f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
+        if self.draft_prefill != "mlx" and self.draft_backend not in ("mlx", "auto", "coreml"):
+            yield f"draft_prefill {self.draft_prefill} is for draft models; leave it out with {self.draft_backend}"
         if self.draft_backend == "ngram" and not self.ngrams and self.workers_endpoint is None:
             yield "draft_backend ngram drafts nothing without ngrams; leave out one of the two settings"
         if self.ngram_table is not None and not self.ngrams:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from outrider.protocol.errors import ModelError
+from outrider.protocol.errors import CacheError, ModelError
 
 _SAMPLED_BYTES = 1024  # of each tensor
 _DIGEST_DIGITS = 16
@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(fields, ensure_ascii=False).encode()  # an escape can stand for half a surrogate pair
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} can't be read as JSON ({error}); download the model again") from None
@@ -128,6 +128,26 @@ def user_folder(variable: str, default: str) -> Path:
         return Path(os.devnull) / "outrider"
 
 
+def content_hash(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal; cached until the file is written to.
+
+    Raises:
+        ModelError: the file can't be read.
+    """
+    try:
+        status = path.stat()
+        identity = f"{path.resolve()}|{status.st_ino}|{status.st_size}|{status.st_mtime_ns}"
+        note = cache_folder() / "hashes" / hashlib.sha256(identity.encode()).hexdigest()[:32]
+        if has_content(note):
+            return note.read_text()
+        digest = file_hash(path)
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror or error}") from None
+    with _cache_errors():
+        replace_file(note, digest)
+    return digest
+
+
 def use_cached(folder: Path, holds: str) -> bool:
     """Returns whether the folder has the file `holds`; it then stays while this process runs, and for 30 days."""
     path = folder / holds
@@ -144,9 +164,22 @@ def has_content(path: Path) -> bool:
     return os.path.isfile(path) and os.path.getsize(path) > 0
 
 
-def make_cached(folder: Path, make: Callable[[Path], object], holds: str) -> None:
+@contextmanager
+def _cache_errors() -> Iterator[None]:
+    """Raises CacheError in place of an OSError: the cache can't be written."""
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(
+            f"the model can't be stored in {cache_folder()}: {error.strerror or error}; free some space, or choose"
+            f" another folder with {CACHE_VARIABLE}"
+        ) from None
+
+
+@_cache_errors()
+def make_cached(folder: Path, make: Callable[[Path], object], holds: str) -> Path:
     """Lets `make` fill a folder of the cache once, completely or not at all, for all later runs, if the file `holds` is
-    missing in it. Raises OSError, or what `make` raises.
+    missing in it. Returns the folder. Raises CacheError, or what `make` raises.
 
     It is filled under another name and renamed when it is complete; other processes wait for a lock, which is freed
     when its holder ends. The suffix of its name is its version, which replaces other versions. What killed processes
@@ -154,7 +187,7 @@ def make_cached(folder: Path, make: Callable[[Path], object], holds: str) -> Non
     30 days.
     """
     if use_cached(folder, holds):
-        return
+        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder) as unfinished:
         if not use_cached(folder, holds):
@@ -167,6 +200,7 @@ def make_cached(folder: Path, make: Callable[[Path], object], holds: str) -> Non
             unfinished.rename(folder)
             use_cached(folder, holds)
     _remove_unused(folder.parent, holds)
+    return folder
 
 
 def _sync_files(folder: Path) -> None:

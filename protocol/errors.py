@@ -49,6 +49,10 @@ class CannotDraft(ModelError):
     """A model works but can't draft; the target can run without it."""
 
 
+class CacheError(ModelError):
+    """A model can't be stored in the cache."""
+
+
 class EndpointError(OutriderError):
     """A socket can't be bound or reached."""
 

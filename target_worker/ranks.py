@@ -24,7 +24,7 @@ from outrider import __version__
 from outrider.engine import memory
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.load_checks import open_kv_cache, probe_abilities
-from outrider.engine.loading import LoadedModel, find_model_folder, load
+from outrider.engine.loading import LoadedModel, load
 from outrider.engine.ranks import MirroredKVCache, RankFollower, Ranks
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.digest import model_digest
@@ -78,7 +78,7 @@ class RankLeader(RankLink):
 
     def load(self, model: str, report: Callable[[str], None]) -> LoadedModel:
         """Loads this rank's part. Raises OutriderError if a rank can't load its part, or differs from rank 0."""
-        folder = find_model_folder(model)
+        folder = Path(model)
         report(f"waiting for {self.ranks.size - 1} more ranks")
         self._hello = _make_hello(self.ranks, folder)
         self.admit(self._hello)
@@ -216,7 +216,7 @@ def follow(ranks: Ranks, model: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 shuts down, and this rank with it
     member = RankMember(ranks)
     try:
-        folder = find_model_folder(model)
+        folder = Path(model)
         hello = _make_hello(ranks, folder)
         member.enter(hello)
         loaded = load(folder, ranks=ranks)

@@ -7,14 +7,13 @@ import json
 import time
 from pathlib import Path
 
-from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHT_FORMATS, Options
+from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHT_FORMATS
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pairing.model_files import find_model
 
 
 def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
-    wanted = Options(options.weights, options.context)
     from outrider.drafters.coreml.converter import convert  # deferred: imports MLX and coremltools
 
     screen = Screen()
@@ -23,7 +22,8 @@ def run(options: argparse.Namespace) -> int:
         screen.show(f"{stage}: {done} of {total}")
 
     try:
-        manifest = convert(find_model(options.model).folder, options.out, wanted, show)
+        model = find_model(options.model)
+        manifest = convert(model.folder, options.out, options.weights, options.context, show)
     finally:
         screen.clear()
     size = sum(file.stat().st_size for file in options.out.rglob("*") if file.is_file())
@@ -44,5 +44,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help=package)
     numbers = "the format of the weights (default: %(default)s)"
     parser.add_argument("--weights", choices=WEIGHT_FORMATS, default="fp16", help=numbers)
-    positions = "the context length of the package, in tokens (default: %(default)s)"
-    parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, metavar="N", help=positions)
+    positions = f"the package's context length, in tokens (default: {DEFAULT_CONTEXT}, or the model's if it is shorter)"
+    parser.add_argument("--context", type=int, metavar="N", help=positions)

@@ -45,8 +45,7 @@ PROMPTS = (
 # The lowest speedup that justifies another process.
 MIN_SPEEDUP = 1.03
 
-# Used if the model's configuration lacks them.
-DEFAULT_CONTEXT_LENGTH, DEFAULT_VOCAB_SIZE = 2048, 256
+DEFAULT_VOCAB_SIZE = 256  # used if the model's configuration has none
 
 COMMON = (
     "--temp", "--measure", "--model", "--draft-model", "--draft-backend", "--head", "--threads", "--prefill-workers",
@@ -67,7 +66,7 @@ def measure_prefill(settings: dict[str, Any], target: ModelFiles, show: Callable
     Raises:
         OutriderError: a cluster does not start.
     """
-    context, vocab_size = target.context_length or DEFAULT_CONTEXT_LENGTH, target.vocab_size or DEFAULT_VOCAB_SIZE
+    context, vocab_size = target.context_length, target.vocab_size or DEFAULT_VOCAB_SIZE
     lengths = tuple(length for length in PREFILL_LENGTHS if length < context) or (context - 1,)
     without_drafter = {name: value for name, value in settings.items() if name not in DRAFT_WORKER_SETTINGS}
     alone = {**without_drafter, "prompt_cache": False, "draft_backend": "none", "mode": "ar"}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from outrider import __version__
 from outrider.drafters.coreml import package
-from outrider.drafters.coreml.layout import DecoderArchitecture, Options, PackageFunction, PackageLayout
+from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, DecoderArchitecture, PackageFunction, PackageLayout
 from outrider.drafters.coreml.package import Manifest, import_coremltools
 from outrider.drafters.coreml.weights import HEAD, NORM, Checkpoint, DenseMatrix, Weights
 from outrider.protocol.digest import file_hash, model_digest
@@ -182,12 +182,14 @@ def _as_conv_kernel(matrix: NDArray[Any]) -> NDArray[Any]:
     return matrix.reshape(*matrix.shape, 1, 1)
 
 
-def convert(model: Path, destination: Path, options: Options, progress: Progress = lambda *_: None) -> Manifest:
+def convert(
+    model: Path, destination: Path, weights: str, context: int | None, progress: Progress = lambda *_: None
+) -> Manifest:
     """Writes the package of the checkpoint `model` to `destination`, which must not exist, completely or not at all:
     all files are written to a directory next to it, which is renamed last.
 
     Raises:
-        InvalidRequest: `destination` exists already.
+        InvalidRequest: `destination` exists already, or as `write_package`.
         ModelError: the model is refused, or the disk can't hold the package; no files are left behind.
     """
     if os.path.exists(destination):
@@ -197,38 +199,41 @@ def convert(model: Path, destination: Path, options: Options, progress: Progress
         with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.partial-") as folder:
             partial_package = Path(folder, destination.name)
             partial_package.mkdir()
-            manifest = write_package(model, partial_package, options, progress)
+            manifest = write_package(model, partial_package, weights, context, progress)
             partial_package.rename(destination)
     except OSError as error:
-        raise write_error(destination, error) from error
+        raise ModelError(
+            f"{destination} can't be written ({error.strerror or error}); free some space, or choose another folder"
+        ) from error
     return manifest
 
 
-def write_error(path: Path, error: OSError) -> ModelError:
-    """Returns the error for a package that can't be written to `path`."""
-    return ModelError(f"{path} can't be written ({error.strerror or error}); free some space, or choose another folder")
-
-
-def write_package(model: Path, directory: Path, options: Options, progress: Progress) -> Manifest:
+def write_package(model: Path, directory: Path, weights: str, context: int | None, progress: Progress) -> Manifest:
     """Writes the package of the checkpoint `model` into `directory`, which is empty.
 
+    Args:
+        weights: one of `WEIGHT_FORMATS`.
+        context: in tokens; None: DEFAULT_CONTEXT, or the model's own if that is shorter.
+
     Raises:
-        InvalidRequest: the context is longer than the model's.
+        InvalidRequest: the context is too short, or longer than the model's or than that of any package.
         ModelError: the model is refused.
         OSError: the disk can't hold the package, or is not writable.
     """
     progress("reading", 0, 1)
-    checkpoint = Checkpoint(model, options.weights)
+    checkpoint = Checkpoint(model, weights)
     sizes = checkpoint.architecture
-    if options.context > sizes.max_positions:
-        raise InvalidRequest(f"context is {options.context}; this model has {sizes.max_positions} positions")
-    layout = PackageLayout(sizes, options.weights, options.context)
+    least, most = PackageLayout.prefill.rows, sizes.max_positions
+    context = min(DEFAULT_CONTEXT, most) if context is None else context
+    if not least <= context <= most:
+        raise InvalidRequest(f"context is {context}; expected {least} to {most} tokens for this model")
+    layout = PackageLayout(sizes, weights, context)
     rope = checkpoint.rope(layout.context)
-    weights = checkpoint.read(partial(progress, "reading weights"))
-    np.save(directory / package.EMBEDDING_FILE, weights.embedding)
+    found = checkpoint.read(partial(progress, "reading weights"))
+    np.save(directory / package.EMBEDDING_FILE, found.embedding)
     np.save(directory / package.ROPE_FILE, rope)
-    np.save(directory / package.EXPECTED_FILE, checkpoint.expected_logits(weights))
-    _write_mlpackage(layout, weights, directory, partial(progress, "building"))
+    np.save(directory / package.EXPECTED_FILE, checkpoint.expected_logits(found))
+    _write_mlpackage(layout, found, directory, partial(progress, "building"))
     progress("checking", 0, 1)
     manifest = Manifest(
         layout=layout,

@@ -25,7 +25,6 @@ from outrider.drafters.coreml.selection import PREFERRED_UNITS, cached_package, 
 from outrider.drafters.coreml.trial import Trial
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
-from outrider.engine.loading import find_model_folder
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.process import physical_memory
@@ -155,16 +154,15 @@ def list_placements(checkpoint: Path, try_now: bool) -> list[Placement]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.doctor", description=__doc__)
-    parser.add_argument("--model", required=True, help="the draft: a model directory")
+    parser.add_argument("--model", type=Path, required=True, help="the draft: a model directory")
     parser.add_argument("--probe", action="store_true", help="convert it and try Core ML, which can take minutes")
     options = parser.parse_args()
     try:
-        checkpoint = find_model_folder(options.model)
-        machine, placements = inspect_machine(), list_placements(checkpoint, options.probe)
+        machine, placements = inspect_machine(), list_placements(options.model, options.probe)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    report = {"machine": machine, "model": str(checkpoint), "placements": placements}
+    report = {"machine": machine, "model": str(options.model), "placements": placements}
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     return 0
 

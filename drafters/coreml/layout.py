@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.errors import ModelError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 AXIS_ALIGNMENT = 32  # the Neural Engine pads the last axis to a multiple of this
@@ -28,7 +28,7 @@ TRIAL_PROMPT_TOKENS, TRIAL_ROWS, TRIAL_STEPS = 16, 8, 12
 
 @dataclass(frozen=True, slots=True)
 class DecoderArchitecture:
-    """The sizes of a dense decoder of one of FAMILIES."""
+    """The sizes of a dense decoder of one of FAMILIES. `max_positions`: at most those that a package can have."""
 
     family: str
     layers: int
@@ -81,7 +81,7 @@ def read_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
             vocab_size=int(config["vocab_size"]),
             norm_eps=float(config["rms_norm_eps"]),
             tied=bool(config.get("tie_word_embeddings", family != "qwen3")),
-            max_positions=int(config.get("max_position_embeddings") or 2**31 - 1),
+            max_positions=min(int(config.get("max_position_embeddings") or MAX_CONTEXT_LENGTH), MAX_CONTEXT_LENGTH),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
@@ -118,24 +118,6 @@ def _check_sizes(sizes: DecoderArchitecture) -> None:
         raise ModelError(
             f"a layer is {widest} wide, but the Neural Engine takes at most {MAX_WIDTH}; choose a smaller draft model"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """A user's choice of the form of a package: `weights` is one of `WEIGHT_FORMATS`, `context` in tokens.
-
-    Raises:
-        InvalidRequest: a value is invalid.
-    """
-
-    weights: str = "fp16"
-    context: int = DEFAULT_CONTEXT
-
-    def __post_init__(self) -> None:
-        if self.weights not in WEIGHT_FORMATS:
-            raise InvalidRequest(f"weights is {self.weights!r}; expected one of {', '.join(WEIGHT_FORMATS)}")
-        if not PREFILL_ROWS <= self.context <= MAX_CONTEXT_LENGTH:
-            raise InvalidRequest(f"context is {self.context}; expected {PREFILL_ROWS} to {MAX_CONTEXT_LENGTH} tokens")
 
 
 @dataclass(frozen=True, slots=True)

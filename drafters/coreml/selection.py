@@ -9,14 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from outrider.drafters.coreml import layout, package, trial
-from outrider.drafters.coreml.converter import write_error, write_package
+from outrider.drafters.coreml import package, trial
+from outrider.drafters.coreml.converter import write_package
 from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
-from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, Options
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import DeviceUnavailable, open_runtime, require_core_ml
 from outrider.drafters.drafter import Drafter
-from outrider.engine.loading import find_model_folder, read_config
 from outrider.protocol.digest import cache_folder, make_cached, model_digest, use_cached
 from outrider.protocol.errors import InvalidRequest, ModelError
 
@@ -36,8 +34,7 @@ def package_folder(checkpoint: Path, weights: str = "fp16") -> Path:
 def cached_package(checkpoint: Path, progress: ProgressCallback, weights: str = "fp16") -> Package:
     """Returns the package of the model directory `checkpoint`, converted now if it is missing or damaged.
 
-    Its context is DEFAULT_CONTEXT, or the model's own if that is shorter. `progress` receives each stage of a
-    conversion once. Raises ModelError if the model can't be converted.
+    `progress` receives each stage of a conversion once. Raises ModelError if the model can't be converted.
     """
     directory = package_folder(checkpoint, weights)
     if use_cached(directory, package.MANIFEST_FILE):
@@ -51,13 +48,8 @@ def cached_package(checkpoint: Path, progress: ProgressCallback, weights: str = 
         if not done:
             progress(f"converting the draft for Core ML: {stage}")
 
-    context = min(DEFAULT_CONTEXT, layout.read_architecture(read_config(checkpoint)).max_positions)
-    convert = partial(write_package, checkpoint, options=Options(weights, context), progress=report)
-    try:
-        make_cached(directory, convert, package.MANIFEST_FILE)
-    except OSError as error:
-        raise write_error(directory, error) from error
-    return open_package(directory)
+    convert = partial(write_package, checkpoint, weights=weights, context=None, progress=report)
+    return open_package(make_cached(directory, convert, package.MANIFEST_FILE))
 
 
 def choose_unit(package: Package, progress: ProgressCallback) -> tuple[str, str]:
@@ -75,52 +67,49 @@ def choose_unit(package: Package, progress: ProgressCallback) -> tuple[str, str]
     raise DeviceUnavailable(f"Core ML does not help this draft on this machine ({'; '.join(rejections)})")
 
 
-def load_drafter(model: str, progress: ProgressCallback) -> Drafter:
-    """Returns the drafter for `model`: a package directory or a model directory.
-
-    A model is converted first (once). MLX drafts, with a note, if trials fail on every unit, or there is no Core ML.
-    `progress` receives a sentence about each step.
+def find_package(checkpoint: Path, prefill: str, progress: ProgressCallback) -> Package:
+    """Returns the package that the setting `draft_prefill` names for the model directory `checkpoint`: that in a
+    directory, or otherwise (`mlx`, `coreml`) the model's own, which is converted first (once).
 
     Raises:
-        ModelError: there is no such model, the converter refuses it, or a package without its model can't run here.
+        InvalidRequest: `prefill` is neither mlx nor coreml nor a package's directory.
+        DeviceUnavailable: there is no Core ML.
+        ModelError: the package has other weights, or the model can't be converted.
     """
-    directory, checkpoint = Path(os.path.expanduser(model)), None
-    if not (directory / package.MANIFEST_FILE).is_file():
-        checkpoint = find_model_folder(model)
+    directory, is_own = Path(os.path.expanduser(prefill)), prefill in ("mlx", "coreml")
+    if not is_own and not (directory / package.MANIFEST_FILE).is_file():
+        raise InvalidRequest(f"draft prefill is {prefill!r}; expected mlx, coreml or the directory of a package")
+    require_core_ml()
+    return cached_package(checkpoint, progress) if is_own else open_package(directory, checkpoint)
+
+
+def load_drafter(model: str, prefill: str, progress: ProgressCallback) -> Drafter:
+    """Returns the drafter for the directory `model`, by the package that `find_package` finds.
+
+    MLX drafts, with a note, if trials fail on every unit, or there is no Core ML. `progress` receives a sentence about
+    each step. Raises InvalidRequest or ModelError as `find_package`.
+    """
     try:
-        require_core_ml()
-        chosen = open_package(directory) if checkpoint is None else cached_package(checkpoint, progress)
+        chosen = find_package(Path(model), prefill, progress)
         units, sentence = choose_unit(chosen, progress)
         drafter = CoreMLDrafter(chosen, open_runtime(chosen, units), note=sentence)
     except DeviceUnavailable as error:
-        if checkpoint is None:
-            raise ModelError(f"{error}; give the model that this package was converted from, not the package") from None
         from outrider.drafters.mlx import MlxDrafter
 
         note = f"drafting with MLX instead of Core ML: {error}"
         progress(note)
-        return MlxDrafter.load(str(checkpoint), progress, note)
+        return MlxDrafter.load(model, progress, note)
     progress(sentence)
     return drafter
 
 
 def load_prompt_reader(model: str, prefill: str, progress: ProgressCallback) -> PackageReader | str:
-    """Returns the package that reads prompts for the draft `model`, or why MLX reads them; empty if it was to.
-
-    `prefill` is the setting `draft_prefill`: `mlx`, `coreml`, or the directory of a package.
-
-    Raises:
-        InvalidRequest: `prefill` is neither mlx nor coreml nor a package's directory.
-        ModelError: the package has other weights, or the draft can't be converted.
-    """
+    """Returns the package that reads prompts for the draft `model`, or why MLX reads them; empty if it was to
+    (`prefill` is `mlx`). Raises InvalidRequest or ModelError as `find_package`."""
     if prefill == "mlx":
         return ""
-    checkpoint, directory = find_model_folder(model), Path(os.path.expanduser(prefill))
-    if prefill != "coreml" and not (directory / package.MANIFEST_FILE).is_file():
-        raise InvalidRequest(f"draft prefill is {prefill!r}; expected mlx, coreml or the directory of a package")
     try:
-        require_core_ml()
-        chosen = cached_package(checkpoint, progress) if prefill == "coreml" else open_package(directory, checkpoint)
+        chosen = find_package(Path(model), prefill, progress)
         units, _ = choose_unit(chosen, progress)
         reader = PackageReader(chosen, open_runtime(chosen, units, [chosen.layout.prefill.name]))
     except DeviceUnavailable as error:

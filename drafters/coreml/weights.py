@@ -13,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.utils import get_total_parameters
+from mlx_lm.utils import dequantize_model, get_total_parameters
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import layout
 from outrider.drafters.coreml.layout import TRIAL_PROMPT_TOKENS
-from outrider.engine.loading import find_model_folder, read_config, read_model
+from outrider.engine.loading import read_config, read_model
 from outrider.engine.ort.layers import check_rope, rope_angles
 from outrider.protocol.errors import ModelError
 
@@ -101,10 +101,12 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, kind: str) -> None:
-        self.path = find_model_folder(path)
-        self.architecture = layout.read_architecture(read_config(path))
-        self._model, _ = read_model(path)
+        self.path, self.architecture = path, layout.read_architecture(read_config(path))
+        self._model, config = read_model(path)
         self.parameters = int(get_total_parameters(self._model))
+        if "quantization" in config:
+            self._model.set_dtype(mx.float32)  # float16 would round the weights
+            self._model = dequantize_model(self._model)  # lazy
         self._kind = kind
 
     def rope(self, positions: int) -> NDArray[np.float32]:
@@ -169,7 +171,7 @@ class Checkpoint:
 
     def _read_matrix(self, name: str, module: nn.Module) -> WeightMatrix:
         """Returns the module's weight [rows, columns]. An untied embedding stays dense."""
-        dense = self._cast_weight(name, _dequantize(module))
+        dense = self._cast_weight(name, module.weight)
         if name == EMBEDDING and not self.architecture.tied:
             return DenseMatrix(dense)
         return quantize_int8(dense) if self._kind == "int8" else DenseMatrix(dense)
@@ -185,17 +187,3 @@ class Checkpoint:
                 " Engine computes in float16 (use --draft-backend mlx for this model)"
             )
         return narrow
-
-
-def _dequantize(module: nn.Module) -> mx.array:
-    """Returns the weight of a plain or quantised Linear or Embedding, [rows, columns]."""
-    if "scales" not in module:
-        weight: mx.array = module.weight
-        return weight
-    scales, biases = module.scales, module.get("biases")
-    if biases is not None:
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    wide: mx.array = mx.dequantize(
-        module.weight, scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode
-    )
-    return wide

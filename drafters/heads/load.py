@@ -20,7 +20,7 @@ from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.drafters.work_ahead import run_together
 from outrider.engine.flat import Segment
 from outrider.engine.hidden_states import HiddenStateReader
-from outrider.engine.loading import LoadedModel, find_model_folder, load_lazily
+from outrider.engine.loading import LoadedModel, load_lazily
 from outrider.engine.ort.check import check_logits, is_enabled
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.layers import DecoderLayers, Ints
@@ -43,12 +43,11 @@ def read_head(kind: str, path: str, model: LoadedModel, progress: Callable[[str]
     """
     try:
         with wrap_model_errors(f"loading the head {path}"):
-            folder = find_model_folder(path)
             progress(f"loading {path}")
             module = import_module(f"outrider.drafters.heads.{kind}")  # not each one, as mtp imports many models
             if kind == "mtp":
-                return cast("Head", module.read_head(folder, model))
-            return cast("Head", module.build(HeadCheckpoint.read(folder, HeadTarget.of(model))))
+                return cast("Head", module.read_head(Path(path), model))
+            return cast("Head", module.build(HeadCheckpoint.read(Path(path), HeadTarget.of(model))))
     except OutriderError as error:
         raise CannotDraft(str(error)) from error
 
@@ -70,7 +69,7 @@ def load(
         raise CannotDraft(f"{kind} needs the target's whole output layer; use it without shards, or use eagle3")
     if head is None:
         with wrap_model_errors(f"loading the head {path}"):
-            return early_exit.load(find_model_folder(path), model)
+            return early_exit.load(Path(path), model)
     cpu = make_ort_forward(head, model) if unsharded else None
     drafter = HeadDrafter(head, model.vocab_size, cpu)
     if cpu is not None:
@@ -79,7 +78,7 @@ def load(
         progress("testing the head with the target")
         with wrap_model_errors(f"trying the head {path}"):
             drafter.agreement = agreement = measure_agreement(drafter, model)
-        notes = [find_target_mismatch(find_model_folder(path), model.folder)]
+        notes = [find_target_mismatch(Path(path), model.folder)]
         if agreement < early_exit.MIN_AGREEMENT:
             notes.append(
                 f"the head agrees with the target on {agreement:.0%} of the tokens of a trial; expected one that was"

@@ -39,11 +39,6 @@ Run = tuple[int, int, int]
 share a page, of which all copies are equal."""
 
 
-def has_biases(folder: Path) -> bool:
-    """Returns whether a graph's folder has biases to apply; `apply` refuses them if one of the two files is missing."""
-    return (folder / _INDEX_FILE).exists() or (folder / _PAGES_FILE).exists()
-
-
 def write(graph: Path, weights: Path, biases: Mapping[str, tuple[Array, Array]]) -> None:
     """Writes the pages of `weights` that contain biases, with the exact biases, to files next to the graph.
 
@@ -81,12 +76,15 @@ def write(graph: Path, weights: Path, biases: Mapping[str, tuple[Array, Array]])
     (graph.parent / _INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
 
 
-def apply(folder: Path, weights: Path) -> None:
-    """Gives all sessions that were opened from these weights the exact biases in the folder.
+def apply(folder: Path, weights: Path) -> bool:
+    """Gives all sessions that were opened from these weights the exact biases in the folder; returns whether it has
+    any.
 
     Raises:
         ModelError: its files are damaged, or the weights are not mapped into memory.
     """
+    if not any((folder / name).exists() for name in (_INDEX_FILE, _PAGES_FILE)):
+        return False
     try:
         index = json.loads((folder / _INDEX_FILE).read_text(encoding="utf-8"))
         runs: list[Run] = [(int(source), int(place), int(length)) for source, place, length in index["runs"]]
@@ -104,6 +102,7 @@ def apply(folder: Path, weights: Path) -> None:
         raise ModelError(f"its file of biases can't be used: {error}") from error
     if missing:
         raise ModelError("its packed weights are not mapped into memory")
+    return True
 
 
 def _replace(packed: Array, rounded: Array, exact: Array) -> tuple[int, int] | None:

@@ -24,7 +24,7 @@ import onnxruntime as ort
 
 from outrider.engine.ort import exact_biases
 from outrider.protocol.digest import cache_folder, make_cached, model_digest, replace_file, use_cached
-from outrider.protocol.errors import ModelError, first_line
+from outrider.protocol.errors import CacheError, ModelError, first_line
 from outrider.protocol.process import cpu_flags, physical_memory
 from outrider.protocol.worker_link import ANY_CORE, DRAFTER_CORE_VARIABLE
 
@@ -97,10 +97,8 @@ class Sessions:
     @classmethod
     def _open_cached(cls, cached: CachedGraph, written: bool = False) -> Sessions:
         cached.read_ahead(written)
-        sessions, exact = cls._open_all(cached.file), exact_biases.has_biases(cached.folder)
-        if exact:
-            exact_biases.apply(cached.folder, cached.weights)
-        return replace(sessions, exact=exact, cached=cached)
+        sessions = cls._open_all(cached.file)
+        return replace(sessions, exact=exact_biases.apply(cached.folder, cached.weights), cached=cached)
 
     @classmethod
     def _open_all(cls, source: bytes | str, weights: dict[str, Any] | None = None) -> Sessions:
@@ -176,7 +174,7 @@ class CachedGraph:
         """
         try:
             make_cached(self.folder, partial(_write_graph, graph), _GRAPH_FILE)
-        except OSError as error:
+        except CacheError as error:
             log.info("the model's graph is not kept on disk: %s", first_line(error))
             return False
         return True

@@ -13,8 +13,8 @@ from outrider.orchestrator.pairing.model_files import (
     tiny_pair,
 )
 from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel
-from outrider.orchestrator.pairing.tokenizer import load_codec, ordinary_tokens, vocabulary_difference
-from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.orchestrator.pairing.tokenizer import load_codec, ordinary_tokens, require_same_vocabulary
+from outrider.protocol.errors import InvalidRequest
 
 KNOWN_PAIRS = (
     ("Llama-3.3-70B-Instruct-4bit", 70.6, "Llama-3.2-1B-Instruct-4bit", 1.24, "families of the SSD paper"),
@@ -47,8 +47,7 @@ def run(options: argparse.Namespace) -> int:
     codecs = load_codec(target), load_codec(draft)
     for line in _describe_pair(target, draft):
         print(line)
-    if differs := vocabulary_difference(*codecs):
-        raise ModelError(f"{options.draft} can't draft for {options.target}: {differs}")
+    require_same_vocabulary(*codecs)
     print(f"fits: both have the same {len(ordinary_tokens(codecs[0]))} tokens, besides names in brackets")
     return 0
 

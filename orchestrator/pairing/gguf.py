@@ -6,6 +6,7 @@ error. Knows the container and its block types; knows no architecture and no tok
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -110,9 +111,9 @@ class GgufFile:
         try:
             data = np.fromfile(self.path, np.uint8, place.size, offset=place.offset)
         except OSError as error:
-            raise unreadable_error(self.path, error) from None
+            raise _unreadable_error(self.path, error) from None
         if len(data) < place.size:
-            raise truncated_error(self.path)
+            raise _truncated_error(self.path)
         return data.reshape(prod(place.shape[:-1]), -1)
 
     def _get(self, key: str, default: Value | None, kind: type | tuple[type, ...], expected: str) -> Any:
@@ -120,7 +121,8 @@ class GgufFile:
         if value is None:
             raise ModelError(f"{self.path} has no {key} in its metadata; choose another file of this model")
         if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-            raise ModelError(f"{self.path}: {key} is {_describe(value)}; expected {expected}")
+            found = reprlib.repr(value.tolist() if isinstance(value, np.ndarray) else value)
+            raise ModelError(f"{self.path}: {key} is {found}; expected {expected}")
         return value
 
 
@@ -136,14 +138,14 @@ def read_gguf(path: Path) -> GgufFile:
         with path.open("rb") as file:
             return _HeaderReader(path, file).read()
     except OSError as error:
-        raise unreadable_error(path, error) from None
+        raise _unreadable_error(path, error) from None
 
 
-def unreadable_error(path: Path, error: OSError) -> ModelError:
+def _unreadable_error(path: Path, error: OSError) -> ModelError:
     return ModelError(f"{path} can't be read: {error.strerror or error}")
 
 
-def truncated_error(path: Path) -> ModelError:
+def _truncated_error(path: Path) -> ModelError:
     return ModelError(f"{path} is truncated; download it again")
 
 
@@ -173,7 +175,7 @@ class _HeaderReader:
         start = -(-self._file.tell() // alignment) * alignment
         placed = {name: replace(place, offset=start + place.offset) for name, place in header.tensors.items()}
         if any(place.offset + place.size > self._size for place in placed.values()):
-            raise truncated_error(self._path)
+            raise _truncated_error(self._path)
         return replace(header, tensors=placed)
 
     def _read_tensor_info(self) -> tuple[str, TensorInfo]:
@@ -234,17 +236,8 @@ class _HeaderReader:
     def _read_bytes(self, count: int) -> bytes:
         data = self._file.read(count) if count <= self._size else b""
         if len(data) < count:
-            raise truncated_error(self._path)
+            raise _truncated_error(self._path)
         return data
-
-
-def _describe(value: Value) -> str:
-    """Describes a value for a message, without the contents of lists."""
-    if isinstance(value, list):
-        return "a list of texts"
-    if isinstance(value, np.ndarray):
-        return "a list of numbers"
-    return f"the text {value[:40]!r}" if isinstance(value, str) else repr(value)
 
 
 def mlx_bits(kind: str, keep_precision: bool) -> int | None:

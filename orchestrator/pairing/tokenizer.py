@@ -164,23 +164,17 @@ def _token_set(value: object) -> frozenset[int]:
     return frozenset(token for token in values if type(token) is int and token in range(2**31))
 
 
-def vocabulary_difference(target: TextCodec, draft: TextCodec) -> str:
-    """Describes how the texts of the token ids differ in two models; empty if they do not, as a draft model needs.
+def require_same_vocabulary(target: TextCodec, draft: TextCodec) -> None:
+    """Checks that each token id has the same text in both models. Raises ModelError, which says how they differ.
 
     How text is split does not matter (only the target's tokenizer splits text), nor do embeddings without a token.
     """
     ours, theirs = ordinary_tokens(target), ordinary_tokens(draft)
-    unlike = sorted({token for token, _ in ours.items() ^ theirs.items()})
-    samples = ", ".join(f"{i} is {ours.get(i, '')!r} and {theirs.get(i, '')!r}" for i in unlike[:MAX_SAMPLES])
-    return f"{len(unlike)} tokens differ, such as {samples}" if unlike else ""
-
-
-def require_same_vocabulary(target: TextCodec, draft: TextCodec) -> None:
-    """Checks that the draft model has the target's vocabulary. Raises ModelError, which says how they differ."""
-    if differs := vocabulary_difference(target, draft):
+    if unlike := sorted({token for token, _ in ours.items() ^ theirs.items()}):
+        samples = ", ".join(f"{i} is {ours.get(i, '')!r} and {theirs.get(i, '')!r}" for i in unlike[:MAX_SAMPLES])
         raise ModelError(
-            f"the vocabularies of {target.model.name} and {draft.model.name} differ: {differs};"
-            " use a draft model of the target's family (`outrider pairs` lists some)"
+            f"the vocabularies of {target.model.name} and {draft.model.name} differ: {len(unlike)} tokens, such as"
+            f" {samples}; use a draft model of the target's family (`outrider pairs` lists some)"
         )
 
 

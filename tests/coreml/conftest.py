@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from outrider.drafters.coreml import runtimes, trial
 from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLKVRows, PackageHost
-from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import MODEL_PATH, WEIGHTS_PATH, Package, open_package
 from outrider.drafters.coreml.trial import Trial
 from outrider.drafters.coreml.weights import EMBEDDING, Checkpoint
@@ -135,7 +134,7 @@ def converted(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
         if key not in made:
             model = tiny_model(family, **sizes)
             directory = root / str(len(made))
-            convert(model, directory, Options(weights, context))
+            convert(model, directory, weights, context)
             made[key] = Converted(model, open_package(directory, source=model))
         return made[key]
 

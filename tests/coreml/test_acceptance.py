@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 
 from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter, PackageReader
-from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.mlx import MlxDrafter
@@ -43,7 +42,7 @@ def pair() -> tuple[LoadedModel, LoadedModel]:
 @pytest.fixture(scope="module")
 def drafters(pair: tuple[LoadedModel, LoadedModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Drafter]:
     directory = tmp_path_factory.mktemp("draft") / "package"
-    convert(Path(tiny_pair()[1]), directory, Options(context=256))
+    convert(Path(tiny_pair()[1]), directory, "fp16", 256)
     package: Package = open_package(directory)
     reader = PackageReader(package, NumpyRuntime(package.path))
     return {

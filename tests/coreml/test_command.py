@@ -51,5 +51,5 @@ def test_invalid_input_is_one_error_line_and_an_exit_code(tmp_path: Path, capsys
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1 and "a Hugging Face id such as org/name" in printed.err
-    assert main(["convert", "--model", str(tmp_path), "--out", str(tmp_path), "--context", "3"]) == 2
+    assert main(["convert", "--model", "tiny", "--out", str(tmp_path / "out"), "--context", "3"]) == 2
     assert "context is 3" in capsys.readouterr().err

@@ -113,7 +113,7 @@ def test_macos_14_has_no_core_ml_for_packages(
     monkeypatch.setattr(runtimes.platform, "mac_ver", lambda: ("14.7.6", ("", "", ""), "arm64"))
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     made, messages = converted("llama"), list[str]()
-    assert isinstance(selection.load_drafter(str(made.model_path), messages.append), MlxDrafter)
+    assert isinstance(selection.load_drafter(str(made.model_path), "mlx", messages.append), MlxDrafter)
     assert messages[0] == "drafting with MLX instead of Core ML: Core ML runs packages on macOS 15 or newer only"
     assert list(tmp_path.iterdir()) == [] and not fake.compiled
     with pytest.raises(DeviceUnavailable, match="macOS 15 or newer"):
@@ -169,7 +169,7 @@ def test_core_ml_exceptions_become_one_line_errors(fake: FakeCoreML, converted: 
         CoreMLRuntime(converted("llama", context=64).package, "CPU_ONLY")
 
 
-def test_without_core_ml_a_model_uses_mlx_and_a_package_is_refused(
+def test_without_core_ml_mlx_drafts(
     converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if sys.platform == "darwin":
@@ -179,24 +179,22 @@ def test_without_core_ml_a_model_uses_mlx_and_a_package_is_refused(
     made, messages = converted("llama"), list[str]()
     with pytest.raises(ModelError, match=runtimes.MACOS_ONLY_MESSAGE):
         open_runtime(made.package, "CPU_AND_NE")
-    assert isinstance(selection.load_drafter(str(made.model_path), messages.append), MlxDrafter)
+    assert isinstance(selection.load_drafter(str(made.model_path), "mlx", messages.append), MlxDrafter)
     assert runtimes.MACOS_ONLY_MESSAGE in messages[0] and list(tmp_path.iterdir()) == []
-    with pytest.raises(ModelError, match=r"newer only.*; give the model that this package was converted from"):
-        selection.load_drafter(str(made.package.path), messages.append)
 
 
 @pytest.mark.usefixtures("good_trials")
-def test_package_is_used_directly_and_a_model_is_converted_first(
+def test_package_of_any_weights_is_used_and_a_model_is_converted_first(
     converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    made, messages = converted("llama"), list[str]()
-    for model in (made.package.path, made.model_path):
-        drafter = selection.load_drafter(str(model), messages.append)
+    made, messages = converted("llama", weights="int8"), list[str]()
+    for weights, prefill in (("int8", str(made.package.path)), ("fp16", "mlx")):
+        drafter = make_drafter("coreml", str(made.model_path), messages.append, prefill)
         assert isinstance(drafter, CoreMLDrafter) and drafter.backend == "coreml"
-        assert drafter.note == messages[-1] == "drafting with Core ML on CPU_AND_NE, fp16, 2.25 ms a token"
+        assert drafter.note == messages[-1] == f"drafting with Core ML on CPU_AND_NE, {weights}, 2.25 ms a token"
         assert drafter.vocab_size == 512 and drafter.weight_bytes > 0 and drafter.parameters > 0
     assert drafter.context_length == 1024
     assert "converting the draft for Core ML: building" in messages
@@ -216,18 +214,16 @@ def test_probe_decides_between_core_ml_and_mlx(
     monkeypatch.setattr(trial, "os_build", lambda: "24F74")
     monkeypatch.setattr(trial, "run_trial", lambda package, units: row)
     monkeypatch.setattr(selection, "cached_package", lambda checkpoint, tell: made.package)
-    drafter = selection.load_drafter(str(made.model_path), messages.append)
+    drafter = selection.load_drafter(str(made.model_path), "mlx", messages.append)
     assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter) and drafter.note in messages
     assert (drafter.note == "drafting with Core ML on CPU_AND_NE, fp16, 2.25 ms a token") is works
     assert ("drafting with MLX instead of Core ML: Core ML does not help" in drafter.note) is not works
     if works:
         assert fake.loaded[0] == ("q1", "CPU_AND_NE")
         fake.error = Exception("out of memory")  # although its trial succeeded
-        drafter = selection.load_drafter(str(made.model_path), messages.append)
+        drafter = selection.load_drafter(str(made.model_path), "mlx", messages.append)
         assert isinstance(drafter, MlxDrafter) and "out of memory" in drafter.note
         assert drafter.left_out == (drafter.note,)
-    with pytest.raises(ModelError, match="give the model that this package was converted from"):
-        selection.load_drafter(str(made.package.path), messages.append)
 
 
 def test_a_trial_of_core_ml_compiles_loads_and_compares(fake: FakeCoreML, converted: Callable[..., Converted]) -> None:

@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model
 
 from outrider.drafters.coreml import converter
 from outrider.drafters.coreml.converter import convert
-from outrider.drafters.coreml.layout import Options, PackageLayout
+from outrider.drafters.coreml.layout import PackageLayout
 from outrider.drafters.coreml.package import (
     EMBEDDING_FILE,
     EXPECTED_FILE,
@@ -29,14 +29,14 @@ from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
 from tests.coreml.conftest import SIZES, Converted
 
 Model = Callable[..., Path]
-SHORT = Options(context=64)
+SHORT = ("fp16", 64)
 
 
-def conversion_error(model: Path, tmp_path: Path, options: Options = SHORT) -> str:
+def conversion_error(model: Path, tmp_path: Path, context: int | None = 64) -> str:
     """The sentence with which converting `model` is refused; checks that nothing is left behind."""
     (tmp_path / "out").mkdir(exist_ok=True)
     with pytest.raises(OutriderError) as caught:
-        convert(model, tmp_path / "out" / "package", options)
+        convert(model, tmp_path / "out" / "package", "fp16", context)
     assert list((tmp_path / "out").iterdir()) == []
     message = str(caught.value)
     assert "\n" not in message and len(message) < 400
@@ -125,13 +125,13 @@ def no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tied_head_that_is_stored_twice_is_accepted(tiny_model: Model, tmp_path: Path) -> None:
     model = copy_with_config(tiny_model("llama", **SIZES), tmp_path)
     change_weights(model, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
-    assert convert(model, tmp_path / "package", SHORT).layout.architecture.tied
+    assert convert(model, tmp_path / "package", *SHORT).layout.architecture.tied
 
 
 @pytest.mark.usefixtures("no_graph")
 def test_bfloat16_becomes_float16(tiny_model: Model, tmp_path: Path) -> None:
     model = tiny_model("qwen3", **SIZES, dtype="bfloat16")
-    convert(model, tmp_path / "package", SHORT)
+    convert(model, tmp_path / "package", *SHORT)
     found, expected = np.load(tmp_path / "package" / EMBEDDING_FILE), load_model(model)[0].model.embed_tokens.weight
     assert found.dtype == np.float16 and (found == np.array(expected.astype(mx.float16))).all()
 
@@ -148,10 +148,10 @@ def test_weights_beyond_float16_are_refused(tiny_model: Model, tmp_path: Path, b
 
 
 def test_directory_without_a_model_is_refused(tiny_model: Model, tmp_path: Path) -> None:
-    assert "nowhere: give an existing directory" in conversion_error(tmp_path / "nowhere", tmp_path)
+    assert "is not a model folder: expected a config.json" in conversion_error(tmp_path / "nowhere", tmp_path)
     model = tmp_path / "empty"
     model.mkdir()
-    assert "is not a model folder: expected config.json" in conversion_error(model, tmp_path)
+    assert "is not a model folder: expected a config.json" in conversion_error(model, tmp_path)
     (model / "config.json").write_text((tiny_model("llama", **SIZES) / "config.json").read_text())
     assert "has no weights: expected model*.safetensors" in conversion_error(model, tmp_path)
 
@@ -177,24 +177,22 @@ def test_truncated_checkpoint_is_refused(tiny_model: Model, tmp_path: Path) -> N
     assert "can't be loaded" in conversion_error(model, tmp_path)
 
 
-def test_incompatible_options_are_refused(tiny_model: Model, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="context is 8; expected 64 to 16192"):
-        Options(context=8)
-    with pytest.raises(InvalidRequest, match="weights is 'int2'; expected one of"):
-        Options(weights="int2")
-    model = tiny_model("llama", **SIZES, max_position_embeddings=128)
-    assert "this model has 128 positions" in conversion_error(model, tmp_path, Options(context=256))
+def test_context_that_a_package_cannot_have_is_refused(tiny_model: Model, tmp_path: Path) -> None:
+    long, short = (tiny_model("llama", **SIZES, max_position_embeddings=most) for most in (10**6, 128))
+    for context in (8, 16193):
+        assert f"context is {context}; expected 64 to 16192" in conversion_error(long, tmp_path, context)
+    assert "context is 256; expected 64 to 128 tokens" in conversion_error(short, tmp_path, 256)
 
 
 def test_existing_destination_is_refused(tiny_model: Model, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     with pytest.raises(InvalidRequest, match="already exists"):
-        convert(tiny_model("llama", **SIZES), tmp_path / "mine", SHORT)
+        convert(tiny_model("llama", **SIZES), tmp_path / "mine", *SHORT)
 
 
 def test_path_that_cannot_be_looked_up_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"can't be written \(File name too long\); .* choose another folder"):
-        convert(tmp_path, tmp_path / ("x" * 300), SHORT)
+        convert(tmp_path, tmp_path / ("x" * 300), *SHORT)
 
 
 @pytest.mark.parametrize("step", ["weights", "package"])

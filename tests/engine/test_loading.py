@@ -155,18 +155,9 @@ def test_absent_scaling_is_given_to_models_that_require_the_field() -> None:
     assert flat_rope_fields({"rope_theta": 1e4}) == {}
 
 
-@pytest.mark.parametrize(
-    ("where", "expected"),
-    [
-        ("./nowhere", "no model at nowhere"),
-        ("/nowhere/at/all", "no model at /nowhere/at/all"),
-        ("nowhere", "no model at nowhere"),
-        ("~no-such-user/model", "no model at ~no-such-user/model"),
-        ("someone/nothing-of-that-name", "no model at someone/nothing-of-that-name"),
-    ],
-)
-def test_missing_model_is_refused_in_one_line(where: str, expected: str) -> None:
-    with pytest.raises(ModelError, match=expected) as caught:
+@pytest.mark.parametrize("where", ["nowhere", "/nowhere/at/all"])
+def test_missing_model_is_refused_in_one_line(where: str) -> None:
+    with pytest.raises(ModelError, match=f"{where} is not a model folder") as caught:
         load(where)
     assert "\n" not in str(caught.value)
 
@@ -217,7 +208,7 @@ def damaged_copy(source: Path, tmp_path: Path, name: str) -> Path:
         ("no-config", "is not a model folder"),
         ("no-weights", "has no weights"),
         ("bad-json", "can't be read as JSON"),
-        ("no-type", "has no model_type"),
+        ("no-type", "is not a model folder"),
         ("strange-type", "no model type 'frobnicator'"),
         ("half-config", "can't be loaded as llama"),
         ("other-shape", r"as llama: Missing 18 parameters: model\.layers\.3\.\S+\w; download it again"),

@@ -414,27 +414,27 @@ def test_threads_hashing_one_file_agree(file, cache, monkeypatch):
         all_hashed.wait(30)
         return "0123"
 
-    monkeypatch.setattr(pulled, "file_hash", hash_together)
+    monkeypatch.setattr(digest, "file_hash", hash_together)
     for number in range(20):
         os.utime(file, ns=(number, number))
         with ThreadPoolExecutor(4) as pool:
-            assert set(pool.map(pulled.content_hash, [file] * 4)) == {"0123"}
+            assert set(pool.map(digest.content_hash, [file] * 4)) == {"0123"}
     assert len(list((cache / "hashes").iterdir())) == 20
 
 
 def test_empty_hash_file_is_written_again(file, cache):
     """As after a power failure."""
-    digest = pulled.content_hash(file)
+    known = digest.content_hash(file)
     (hash_file,) = (cache / "hashes").iterdir()
     hash_file.write_text("")
-    assert pulled.content_hash(file) == digest == hash_file.read_text()
+    assert digest.content_hash(file) == known == hash_file.read_text()
 
 
 def test_sampling_of_the_file_comes_before_that_of_a_known_model(tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "a.gguf", metadata={
         "general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.05
     })  # fmt: skip
-    known = replace(pulled.PULLED_MODELS["smollm2"], sha256=pulled.content_hash(file))
+    known = replace(pulled.PULLED_MODELS["smollm2"], sha256=digest.content_hash(file))
     monkeypatch.setitem(pulled.PULLED_MODELS, "smollm2", known)
     own = {"temp": 0.6, "top_k": 20, "repetition_penalty": 1.05}
     assert read_default_sampling(convert(file)) == {**own, "top_p": known.sampling["top_p"]}
@@ -537,9 +537,9 @@ def test_non_gguf_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"metadata": {"llama.block_count": "two"}}, "llama.block_count is the text 'two'; expected a whole number"),
-        ({"metadata": {"llama.rope.freq_base": [1.0, 2.0]}}, "freq_base is a list of numbers; expected a number"),
-        ({"metadata": {"tokenizer.ggml.tokens": "none"}}, "tokens is the text 'none'; expected a list of texts"),
+        ({"metadata": {"llama.block_count": "two"}}, "llama.block_count is 'two'; expected a whole number"),
+        ({"metadata": {"llama.rope.freq_base": [1.0, 2.0]}}, "freq_base is [1.0, 2.0]; expected a number"),
+        ({"metadata": {"tokenizer.ggml.tokens": "none"}}, "tokens is 'none'; expected a list of texts"),
         ({"metadata": {"tokenizer.ggml.add_bos_token": 1}}, "add_bos_token is 1; expected true or false"),
         ({"without": "llama.embedding_length"}, "has no llama.embedding_length in its metadata"),
         ({"without": "blk.1.ffn_up.weight"}, "has no tensor blk.1.ffn_up.weight, which llama models have"),

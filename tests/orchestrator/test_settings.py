@@ -64,6 +64,7 @@ from outrider.protocol.errors import InvalidRequest
         ({"colocate": True, "drafters": 2}, "drafters is 2, but colocate starts no draft workers; expected 1"),
         ({"draft_backend": "mtp", "drafters": 2}, "drafters is 2, but draft_backend mtp starts no draft workers"),
         ({"draft_backend": "mtp", "draft_device": "cpu"}, "for draft workers, but draft_backend mtp starts none"),
+        ({"draft_backend": "ngram", "draft_prefill": "coreml"}, "is for draft models; leave it out with ngram"),
         ({"draft_backend": "none", "drafters": 2}, "drafters is 2, but draft_backend none starts no draft workers"),
         ({"draft_device": "gpu"}, "expected one of auto, cpu"),
         ({"model": "\ud800"}, "model is .*; expected Unicode text without null characters"),
@@ -128,9 +129,10 @@ def test_every_setting_round_trips_through_flags():
     by_own_head = ServeSettings(model="m", draft_backend="mtp", head=("mtp", "-x"))
     assert by_own_head.colocate and by_head.colocate and not by_head.has_draft_worker
     prefilled = ServeSettings(model="m", draft_model="d", draft_prefill="coreml", draft_device="cpu")
+    packaged = ServeSettings(model="m", draft_model="d", draft_prefill="package", draft_backend="coreml")
     ahead = ServeSettings(model="m", draft_model="d", draft_backend="eagle3", head_in="draft-worker", mode="ssd")
     assert ahead.has_draft_worker and not ahead.colocate
-    every_case = (various, colocated, prefilled, waiting, read, by_head, by_own_head, ahead)
+    every_case = (various, colocated, prefilled, packaged, waiting, read, by_head, by_own_head, ahead)
     default = ServeSettings()
     names = [f.name for f in fields(default)]
     untried = [n for n in names if all(getattr(s, n) == getattr(default, n) for s in every_case)]
