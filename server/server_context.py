@@ -1,8 +1,7 @@
 """The state that endpoints share, and the run of each request until it ends or its client disconnects.
 
 A caller is identified by API key, or by address if it sends none. The choices of a request run concurrently, and their
-parts form one sequence. Its queue is unbounded: a slow reader gets all text since its last read at once, and delays no
-other reader.
+parts form one sequence. Its queue is unbounded: a slow reader delays no other reader.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Annotated, Any, Protocol, TypeVar
+from functools import partial
+from typing import Annotated, Any, Protocol, Self, TypeVar
 
 from fastapi import Depends, Request
 from pydantic import BaseModel
@@ -28,7 +27,7 @@ from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import OutriderError, ServerBusy
 from outrider.protocol.messages import Stats
-from outrider.server.answers.choices import UNFINISHED, AnswerPlan, ChoiceState, KeepAlive, StreamItem, merge_updates
+from outrider.server.answers.choices import UNFINISHED, AnswerPlan, ChoiceState, StreamItem
 from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.connection import chunk_writer
 from outrider.server.metrics import ChoiceTimer, Metrics
@@ -36,8 +35,6 @@ from outrider.server.middleware import get_api_key
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.problems import Problem, to_problem
 
-MAX_CLIENTS = 1024
-ORCHESTRATOR_TIMEOUT_SECONDS = 10.0
 FIRST_RESULT_SECONDS = 2.0
 """How long a stream waits for its first result before its status 200 is sent; earlier errors have their own status."""
 KEEP_ALIVE_SECONDS = 4.0
@@ -63,19 +60,11 @@ class CompletionBackend(Protocol):
         """Returns current statistics. Raises OutriderError if there is no answer."""
 
 
-class CallerClients:
-    """Keeps one orchestrator client per caller, because the orchestrator limits the rate of each client's messages. The
-    least recently used is dropped."""
+class OrchestratorClient(AsyncClient):
+    """A client of one orchestrator, which all callers share. The orchestrator takes turns by their names."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._client_of = lru_cache(MAX_CLIENTS)(lambda caller: AsyncClient(endpoint, ORCHESTRATOR_TIMEOUT_SECONDS))
-        self._stats_client = AsyncClient(endpoint, ORCHESTRATOR_TIMEOUT_SECONDS)
-
-    def client(self, request: Request) -> AsyncClient:
-        return self._client_of(identify_caller(request))
-
-    async def stats(self) -> Stats:
-        return await self._stats_client.stats()
+    def client(self, request: Request) -> Self:
+        return self
 
 
 @dataclass(eq=False, slots=True)
@@ -177,11 +166,10 @@ class RequestRun:
 
     async def next(self) -> list[StreamItem]:
         """Waits for new items like `poll`, and returns a keep-alive if there are none for a while."""
-        return await self.poll(KEEP_ALIVE_SECONDS) or [KeepAlive("still here")]
+        return await self.poll(KEEP_ALIVE_SECONDS) or ["still here"]
 
     async def poll(self, max_seconds: float) -> list[StreamItem]:
-        """Waits for new items, at most `max_seconds`, and returns them in order; consecutive text of a choice is
-        joined.
+        """Waits for new items, at most `max_seconds`, and returns them in order.
 
         Raises:
             OutriderError: a choice failed, which fails the request.
@@ -195,15 +183,11 @@ class RequestRun:
             ready.append(self._queue.get_nowait())
         for index in [index for index in self._streams if self._choices[index].finish == "tool"]:
             await self._streams.pop(index).end()  # its result follows
-        found: list[StreamItem] = []
+        found = []
         for one in ready:
             if isinstance(one, Exception):
                 raise one
-            both = merge_updates(found[-1], one) if found else None
-            if both is not None:
-                found[-1] = both
-            else:
-                found.append(one)
+            found.append(one)
         return found
 
     async def close(self) -> None:
@@ -231,7 +215,7 @@ class RequestRun:
                 choice.prompt.tokens,
                 choice.sampling,
                 **self._options,
-                progress=lambda done, total: self._queue.put_nowait(KeepAlive(f"prompt {done}/{total}")),
+                progress=lambda done, total: self._queue.put_nowait(f"prompt {done}/{total}"),
             )
             log.info("choice %d is %s", choice.index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(self._timeout):

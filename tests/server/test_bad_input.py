@@ -32,7 +32,7 @@ from outrider.server.endpoints.responses import ResponsesRequest
 from outrider.server.endpoints.status import DetokenizeRequest
 from outrider.server.model.served import ServedModel, TemplateInput, load_served_model
 from outrider.server.problems import to_problem
-from outrider.server.server_context import CallerClients
+from outrider.server.server_context import OrchestratorClient
 from tests.harness.scripted_model import write_scripted
 
 NOBODY = "ipc:///tmp/outrider-test-nobody-serves-this"
@@ -58,7 +58,7 @@ def ask(chatty: ServedModel) -> Ask:
 
 def make_ask(model: ServedModel, base: str = "http://127.0.0.1:8080", **settings: Any) -> Ask:
     """Returns `ask(path, method="POST", **httpx arguments)`, which sends requests to an application in this process."""
-    app = build_app(model, CallerClients(NOBODY), HttpSettings(**settings))
+    app = build_app(model, OrchestratorClient(NOBODY), HttpSettings(**settings))
 
     def ask(path: str, method: str = "POST", **arguments: Any) -> httpx.Response:
         async def call() -> httpx.Response:
@@ -76,7 +76,9 @@ def error_message(answer: httpx.Response, anthropic: bool = False) -> str:
     body = answer.json()
     assert "Traceback" not in answer.text and answer.headers["x-request-id"]
     if anthropic:
-        assert body["type"] == "error" and set(body["error"]) == {"type", "message"} and body["request_id"]
+        assert body["type"] == "error" and body["request_id"]
+        assert set(body["error"]) - {"details"} == {"type", "message"}
+        assert set(body["error"].get("details", {})) <= {"error_code"}
     else:
         assert set(body["error"]) == {"message", "type", "param", "code"}
     return str(body["error"]["message"])
@@ -177,8 +179,8 @@ WRONG_FOR_CHAT_AND_COMPLETIONS = [
     ({"n": 0}, "n: "),
     ({"stop": [""]}, "stop"),
     ({"stop": ["x"] * 5000}, "stop"),
-    ({"logit_bias": {"a": 1, "7": 2, "b": 3}}, "logit_bias: 'a', 'b' is not a token id"),
-    ({"logit_bias": {"9" * 5000: 1}}, f"logit_bias: '{'9' * 40}' is not a token id"),
+    ({"logit_bias": {"a": 1, "7": 2, "b": 3}}, "logit_bias token is 'a'; expected a whole number"),
+    ({"logit_bias": {"9" * 5000: 1}}, f"logit_bias token is '{'9' * 40}"),
     ({"logit_bias": {"5": 1e9}}, "logit_bias"),
     ({"guided_choice": []}, "guided_choice"),
     ({"structured_outputs": {"choice": ["x"]}, "json_schema": {}}, "expected one of them"),
@@ -785,7 +787,7 @@ def test_cors_allows_only_configured_origins(chatty: ServedModel) -> None:
 
 
 def test_an_unexpected_error_is_answered_like_every_other(chatty: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CallerClients, "client", lambda *_: 1 // 0)
+    monkeypatch.setattr(OrchestratorClient, "client", lambda *_: 1 // 0)
     failed = make_ask(chatty, cors_origins=("*",))(CHAT, json=CHAT_BODY, headers={"origin": "https://page.example"})
     assert failed.status_code == 500 and error_message(failed).startswith("the server failed to answer this request")
     assert failed.json()["request_id"] == failed.headers["x-request-id"]
@@ -844,7 +846,7 @@ def test_openapi_bounds_of_whole_numbers_are_the_ones_that_are_checked(ask: Ask)
 
 
 def test_openapi_is_generated_on_first_use(chatty: ServedModel) -> None:
-    app = build_app(chatty, CallerClients(NOBODY), HttpSettings())
+    app = build_app(chatty, OrchestratorClient(NOBODY), HttpSettings())
     assert app.openapi_schema is None
     assert app.openapi() is app.openapi() and "chatty" in json.dumps(app.openapi_schema)
 
