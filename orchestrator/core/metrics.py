@@ -20,7 +20,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Branches, Drafted, DraftWork, RoundRecord, Span, Timings
 from outrider.protocol.schema import MAX_SERIAL, Origin
-from outrider.protocol.stats import Durations
+from outrider.protocol.stats import DURATION_BOUNDS_MS, Durations
 
 if TYPE_CHECKING:
     from outrider.orchestrator.core.request import Request, SettledRound
@@ -35,8 +35,7 @@ MAX_TURNAROUNDS = 10_000
 MAX_RECENT_ROUNDS = 64
 # A round's report names at most this much work of drafters, so that no drafter makes it too large to be sent.
 MAX_REPORTED_WORKS = 2048
-BUCKET_BOUNDS_MS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000)
-_BUCKET_BOUNDS_NS = tuple(int(bound * MILLISECOND_NS) for bound in BUCKET_BOUNDS_MS)
+_DURATION_BOUNDS_NS = tuple(int(bound * MILLISECOND_NS) for bound in DURATION_BOUNDS_MS)
 ORCHESTRATOR_TRACK = "orchestrator"
 TARGET_TRACK = "target"
 MAX_TRACE_EVENTS = 1 << 20
@@ -258,17 +257,15 @@ class DurationHistogram:
     lacks the newest at worst."""
 
     def __init__(self) -> None:
-        self._counts = [0] * (len(_BUCKET_BOUNDS_NS) + 1)
+        self._counts = [0] * (len(_DURATION_BOUNDS_NS) + 1)
         self._nanoseconds = 0
 
     def add(self, nanoseconds: int) -> None:
-        self._counts[bisect_left(_BUCKET_BOUNDS_NS, nanoseconds)] += 1
+        self._counts[bisect_left(_DURATION_BOUNDS_NS, nanoseconds)] += 1
         self._nanoseconds += nanoseconds
 
     def snapshot(self) -> Durations:
-        """Returns the buckets and the sum, in seconds."""
-        bounds = tuple(bound / 1000 for bound in BUCKET_BOUNDS_MS)
-        return Durations(bounds, tuple(self._counts), self._nanoseconds / SECOND_NS)
+        return Durations(tuple(self._counts), self._nanoseconds / SECOND_NS)
 
 
 class Trace:

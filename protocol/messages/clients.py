@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import add
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Self
 
 from msgspec import Meta, field
+from msgspec.structs import replace
 
 from outrider.protocol.messages.rounds import RequestMessage, Span
 from outrider.protocol.messages.workers import WorkerInfo
@@ -27,7 +27,7 @@ from outrider.protocol.schema import (
     Tokens,
     one_of,
 )
-from outrider.protocol.stats import CacheUse, Durations, KvUse, add_counts, add_rows
+from outrider.protocol.stats import CacheUse, Durations, KvUse, StatsRecord
 
 Mode = Annotated[str, one_of("auto", "ar", "sd", "ssd")]
 ClientName = Annotated[str, Meta(max_length=64)]
@@ -39,15 +39,6 @@ Counts = Annotated[dict[Name, Serial], Meta(max_length=MAX_ITEMS)]
 
 ChunkTokens = Many[Token]
 """The tokens of a chunk, in the header: a client that just woke up needs as long for an array as for all the rest."""
-
-FIELD_ADDERS: dict[str, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys(
-        ("accepted_by_position", "drafted_by_position", "looked_up_by_accepted", "hits_by_accepted"), add_rows
-    ),
-    **dict.fromkeys(("draft_n_accepted_by", "draft_n_accepted_from"), add_counts),
-    "peak_bytes": max,
-}
-"""How to add the fields of `Timings` that are not plain sums."""
 
 
 class Generate(RequestMessage, frozen=True):
@@ -151,7 +142,7 @@ class TextChunk(RequestMessage, frozen=True):
     prompt_logprobs: Logprobs | None = None
 
 
-class Timings(Record, frozen=True):
+class Timings(StatsRecord, frozen=True):
     """Measurements of a request, named as llama.cpp names them; times in milliseconds. Tokens past the end don't count.
 
     - Prompt: `cache_n` tokens came from the target's prompt cache, `prompt_n` were read, `prefill_n` of these by a
@@ -205,17 +196,16 @@ class Timings(Record, frozen=True):
     prefill_n: Serial = 0
     draft_n_accepted_from: Counts = field(default_factory=dict)
 
-    def __add__(self, other: Timings) -> Timings:
+    def __add__(self, other: Self) -> Self:
         """Adds counts and times; rates are weighted by their times, and the peak is the larger one.
 
         Turnarounds are left out, since they belong to one request.
         """
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in self.__struct_fields__}
-        del pairs["turnaround_ms"]
-        sums: dict[str, Any] = {name: FIELD_ADDERS.get(name, add)(*pair) for name, pair in pairs.items()}
-        tokens = sum(timings.predicted_per_second * timings.predicted_ms for timings in (self, other))
-        sums["predicted_per_second"] = tokens / sums["predicted_ms"] if sums["predicted_ms"] > 0 else 0.0
-        return Timings(**sums)
+        found = super().__add__(other)
+        tokens = sum(one.predicted_per_second * one.predicted_ms for one in (self, other))
+        rate = tokens / found.predicted_ms if found.predicted_ms > 0 else 0.0
+        peak_bytes = max(self.peak_bytes, other.peak_bytes)
+        return replace(found, predicted_per_second=rate, peak_bytes=peak_bytes, turnaround_ms=())
 
 
 class Done(RequestMessage, frozen=True):
