@@ -137,8 +137,7 @@ class RequestMetrics:
     resumed: int = 0
     rejoined: int = 0
     remote_prefill_tokens: int = 0
-    _cached: int = 0
-    _draft_cached: int = 0
+    cached_tokens: int = 0
     _peaks: dict[str, int] = field(default_factory=dict)
     _sums: RoundSums = field(default_factory=RoundSums)
     _recent: dict[int, RoundEntry] = field(default_factory=dict)
@@ -194,20 +193,13 @@ class RequestMetrics:
         """Returns a span in nanoseconds since the request began."""
         return Span(max(span.started_ns - self.admitted_ns, 0), max(span.ended_ns - self.admitted_ns, 0))
 
-    def on_cached(self, tokens: int, drafter: bool) -> None:
-        """Records how many prompt tokens the target, or a drafter, had in its cache; the first report counts."""
-        if drafter:
-            self._draft_cached = self._draft_cached or tokens
-        else:
-            self._cached = self._cached or tokens
-
     def on_peak_memory(self, worker: str, peak_bytes: int) -> None:
         """Records the peak memory of a worker."""
         self._peaks[worker] = max(self._peaks.get(worker, 0), peak_bytes)
 
     def timings(self, prompt_n: int, predicted_n: int) -> Timings:
         """Returns the timings of the rounds up to token `predicted_n`."""
-        sums, cached = deepcopy(self._sums), min(self._cached, prompt_n)
+        sums, cached = deepcopy(self._sums), min(self.cached_tokens, prompt_n)
         for entry in self._recent.values():
             if sums.tokens < predicted_n:
                 sums.add(entry, predicted_n - sums.tokens)
@@ -220,7 +212,6 @@ class RequestMetrics:
             prompt_n=prompt_n - cached,
             cache_n=cached,
             prefill_n=min(self.remote_prefill_tokens, prompt_n - cached),
-            draft_cache_n=min(self._draft_cached, prompt_n),
             prompt_ms=max(self.first_ns - self.admitted_ns, 0) / MILLISECOND_NS,
             predicted_n=predicted_n,
             predicted_ms=predicted_ms,

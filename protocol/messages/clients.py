@@ -146,7 +146,7 @@ class Timings(StatsRecord, frozen=True):
     """Measurements of a request, named as llama.cpp names them; times in milliseconds. Tokens past the end don't count.
 
     - Prompt: `cache_n` tokens came from the target's prompt cache, `prompt_n` were read, `prefill_n` of these by a
-      prefill worker. `draft_cache_n` came from a drafter's prompt cache.
+      prefill worker.
     - Chains: `draft_n` tokens were verified in `draft_rounds` rounds with a chain, `ngram_chains` of them of n-grams;
       `draft_n_accepted` were accepted. `..._by_position` count both by position. `rounds` counts every verify.
     - Speculation cache: `cache_hits` and `cache_misses` count lookups; a hit found its branch in time. In `cache_late`
@@ -164,7 +164,6 @@ class Timings(StatsRecord, frozen=True):
 
     prompt_n: Serial = 0
     cache_n: Serial = 0
-    draft_cache_n: Serial = 0
     queue_ms: Real = 0.0
     prompt_ms: Real = 0.0
     predicted_n: Serial = 0
