@@ -46,10 +46,10 @@ SOURCES = {
     "hit": ("#2a9d4e", "verify of a cached branch"),
     "late": ("#8fcf9f", "verify of a branch that came late"),
     "miss": ("#d1495b", "verify after a miss (AR step or n-gram chain)"),
-    "ngram": ("#8d6cc9", "verify of an n-gram chain"),
-    "drafter": ("#e09f3e", "verify of a chain on request"),
+    "copied": ("#8d6cc9", "verify of an n-gram chain"),
+    "drafted": ("#e09f3e", "verify of a chain on request"),
     "head": ("#3aa6a0", "verify of a head's chain"),
-    "none": ("#9aa5b1", "AR step"),
+    "target": ("#9aa5b1", "AR step"),
 }
 """What a round can verify (`name_round`): its colour, and its words in the legend."""
 DRAFTING = {

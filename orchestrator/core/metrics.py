@@ -39,14 +39,6 @@ _DURATION_BOUNDS_NS = tuple(int(bound * MILLISECOND_NS) for bound in DURATION_BO
 ORCHESTRATOR_TRACK = "orchestrator"
 TARGET_TRACK = "target"
 MAX_TRACE_EVENTS = 1 << 20
-SOURCE_NAMES = {
-    Origin.TARGET: "none",
-    Origin.PREPARED: "cache",
-    Origin.DRAFTED: "drafter",
-    Origin.COPIED: "ngram",
-    Origin.HEAD: "head",
-}
-"""The source of a proposal in records of rounds and in the trace."""
 TRACE_BUFFER_BYTES = 1 << 16
 
 
@@ -180,7 +172,7 @@ class RequestMetrics:
         return RoundRecord(
             round=ended.number,
             lookup=proposal.lookup.value,
-            source=SOURCE_NAMES[proposal.source],
+            source=proposal.source.name.lower(),
             drafted=len(proposal.chain),
             accepted=min(outcome.accepted, kept),
             tokens=kept,
@@ -370,11 +362,11 @@ class RoundMetrics:
         if self._trace.enabled:
             number, proposal, chain = ended.number, ended.proposal, ended.proposal.chain
             if ended.decided is not None and not proposal.draft:
-                name = name_round(proposal.lookup.value, SOURCE_NAMES[proposal.source])
+                name = name_round(proposal.lookup.value, proposal.source.name.lower())
                 self._mark(name, ended.decided.ended_ns, number, chain)
             if outcome.drafted is not None:  # its chain has a track of its own
                 source = proposal.source if chain else Origin.TARGET
-                self._mark(SOURCE_NAMES[source], outcome.work.started_ns, number, chain)
+                self._mark(source.name.lower(), outcome.work.started_ns, number, chain)
                 self._trace.add(TARGET_DRAFTER_TRACK, "chain", outcome.drafted.span, tokens=len(chain), round=number)
             accepted = Counter(origin.name.lower() for origin in proposal.origins(ended.nodes)[:-1][: len(ended.kept)])
             name, args = f"verify {len(chain) + 1}", {"accepted": outcome.accepted, "by": dict(accepted)}
@@ -388,6 +380,6 @@ class RoundMetrics:
 
 def name_round(lookup: str, source: str) -> str:
     """Returns what a round verifies, in words: its lookup's result, or else its chain's source (see `RoundRecord`)."""
-    if lookup == Lookup.NONE.value or source == SOURCE_NAMES[Origin.DRAFTED]:
+    if lookup == Lookup.NONE.value or source == Origin.DRAFTED.name.lower():
         return source
     return Lookup.HIT.value if lookup == Lookup.GROWN.value else lookup

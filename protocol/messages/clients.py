@@ -106,16 +106,16 @@ class DraftWork(Record, frozen=True):
 class RoundRecord(Record, frozen=True):
     """A round that has ended. Spans are in nanoseconds since the request began.
 
-    `lookup` is the result of looking up the previous outcome in the speculation cache. `source` is where the chain came
-    from. `drafted` tokens were verified, `accepted` of them were accepted, and the round committed `tokens`. `verify`
-    is the target's forward. `decided` runs from the previous outcome until the orchestrator sent the chain, or learned
-    that the target had continued with it; None: the target continued autonomously. `drafting` is the drafters' work
-    that no earlier record reported.
+    `lookup` is the result of looking up the previous outcome in the speculation cache. `source` is the `Origin` of the
+    chain; target: there was none. `drafted` tokens were verified, `accepted` of them were accepted, and the round
+    committed `tokens`. `verify` is the target's forward. `decided` runs from the previous outcome until the
+    orchestrator sent the chain, or learned that the target had continued with it; None: the target continued
+    autonomously. `drafting` is the drafters' work that no earlier record reported.
     """
 
     round: Serial
     lookup: Annotated[str, one_of("none", "hit", "grown", "late", "miss")]
-    source: Annotated[str, one_of("none", "cache", "drafter", "ngram", "head")]
+    source: Annotated[str, one_of("target", "prepared", "drafted", "copied", "head")]
     drafted: Count
     accepted: Count
     tokens: Count

@@ -123,7 +123,7 @@ def write_trace(path: Path) -> None:
     trace.close()
 
 
-def record(number: int, lookup: str = "hit", source: str = "cache", *drafting: DraftWork) -> RoundRecord:
+def record(number: int, lookup: str = "hit", source: str = "prepared", *drafting: DraftWork) -> RoundRecord:
     start = number * 12_000_000
     work = DraftWork("draft-0", number, 1, 8, Span(start, start + 4_000_000))
     return RoundRecord(number, lookup, source, 3, 2, 3, Span(start, start + 10_000_000), drafting=drafting or (work,))
@@ -149,8 +149,8 @@ def test_the_legend_has_the_colours_of_the_bars() -> None:
     from matplotlib.patches import Patch
 
     kinds = [
-        ("hit", "cache"), ("late", "cache"), ("miss", "none"), ("none", "ngram"), ("miss", "drafter"), ("none", "head"),
-        ("none", "none"), ("grown", "cache"),
+        ("hit", "prepared"), ("late", "prepared"), ("miss", "target"), ("none", "copied"), ("miss", "drafted"),
+        ("none", "head"), ("none", "target"), ("grown", "prepared"),
     ]  # fmt: skip
     rounds = []
     for at, (lookup, source) in enumerate(kinds, 1):
@@ -246,7 +246,7 @@ def test_overlap_is_described_by_rounds_of_ssd_and_of_sd() -> None:
     def drafted(number: int) -> RoundRecord:
         start = number * 12_000_000
         return record(
-            number, "hit", "cache", DraftWork("draft-0", number, 1, 8, Span(start - 1_000_000, start + 3_000_000))
+            number, "hit", "prepared", DraftWork("draft-0", number, 1, 8, Span(start - 1_000_000, start + 3_000_000))
         )
 
     alone = [structs.replace(record(n), verify=Span(0, 8_000_000)) for n in range(1, 20)]

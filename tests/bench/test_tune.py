@@ -72,7 +72,7 @@ class Machine:
         round_ms = verify_ms if mode == "ar" else verify_ms + chain_ms + (0.5 if not drafter else 0.0)
         self.now_ns += int(count * round_ms * MS)
         record = RoundRecord(
-            1, "none", "none", depth, accepted, accepted + 1, Span(0, int(verify_ms * MS)),
+            1, "none", "target", depth, accepted, accepted + 1, Span(0, int(verify_ms * MS)),
             Span(0, int((chain_ms + 0.5) * MS)), tuple(self._drafting(mode, depth, branches or 0, drafter)),
         )  # fmt: skip
         hits = round(count * self.hits)
@@ -83,7 +83,7 @@ class Machine:
             drafted_by_position=(count,) * depth, looked_up_by_accepted=(count,) * (mode == "ssd"),
             hits_by_accepted=(hits,) * (mode == "ssd"), turnaround_ms=(0.4,) * hits if mode == "ssd" else (),
         )  # fmt: skip
-        return Stream((RoundRecord(0, "none", "none", 0, 0, 1, Span(0, 99 * MS)), *[record] * count), timings)
+        return Stream((RoundRecord(0, "none", "target", 0, 0, 1, Span(0, 99 * MS)), *[record] * count), timings)
 
     def _drafting(self, mode: str, depth: int, branches: int, drafter: str) -> Iterator[DraftWork]:
         if mode == "sd" and depth:
