@@ -22,8 +22,7 @@ from itertools import pairwise, product
 
 from outrider.bench.commands import files
 from outrider.bench.commands.files import parse_numbers
-from outrider.bench.comparison.runs import Summary, mode_runner, run_interleaved, summarize
-from outrider.bench.latency import Latency, median_latency
+from outrider.bench.comparison.runs import Summary, median_by_number, mode_runner, run_interleaved, summarize
 from outrider.orchestrator.cli import flags, run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -35,6 +34,7 @@ from outrider.protocol import clock, values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Commit, Drafted, Timings
 from outrider.protocol.sampling import SamplingParams
+from tools.latency import Latency
 from tools.workbench import REQUEST_ID, WARM_UP_ROUNDS, KnownText, Workbench, workbench
 
 # Rounds of each kind in a sample.
@@ -62,6 +62,10 @@ class IsolatedTimes:
         return Costs(
             self.step_ms, self.verify_ms, lambda depth: self.chain_ms(depth) + more_ms, self.ahead_ms, usual_ms
         )
+
+
+def _median_latency(samples: Iterable[tuple[int, float]]) -> Latency:
+    return Latency(tuple(median_by_number(samples).items()))
 
 
 class Stopwatch:
@@ -105,9 +109,9 @@ class Stopwatch:
         """Returns the medians of all samples, of which at least one is needed."""
         return IsolatedTimes(
             statistics.median(self._steps),
-            median_latency(self._verify),
-            median_latency(self._chain),
-            median_latency(self._ahead),
+            _median_latency(self._verify),
+            _median_latency(self._chain),
+            _median_latency(self._ahead),
             statistics.median(self._between),
         )
 

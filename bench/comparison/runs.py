@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -88,6 +89,14 @@ def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
     """Returns the share of n-grams that occurred before in the same text; near 1, the text loops."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return (len(grams) - len(set(grams))) / len(grams) if grams else 0.0
+
+
+def median_by_number(samples: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Returns the median of the values that have the same number, such as milliseconds by rows, in rising order."""
+    values = defaultdict[int, list[float]](list)
+    for number, value in samples:
+        values[number].append(value)
+    return {number: statistics.median(values[number]) for number in sorted(values)}
 
 
 @dataclass(frozen=True, slots=True)

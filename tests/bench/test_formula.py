@@ -9,7 +9,6 @@ from msgspec import structs
 
 from outrider.bench.comparison.report import describe_round
 from outrider.bench.comparison.runs import summarize
-from outrider.bench.latency import Latency
 from outrider.protocol.messages import Timings
 from tools.formula import (
     FormulaComparison,
@@ -21,6 +20,7 @@ from tools.formula import (
     round_kinds,
     summarize_timings,
 )
+from tools.latency import Latency
 
 VERIFY = Latency(((1, 10.0), (2, 11.0), (3, 12.0), (4, 13.0)))
 ISOLATED = IsolatedTimes(10.0, VERIFY, Latency(((1, 3.0), (3, 5.0))), Latency(((1, 4.0), (3, 8.0))), 0.5)
