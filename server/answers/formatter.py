@@ -232,16 +232,7 @@ def report_speculation(chunks: Sequence[Chunk]) -> schemas.SpeculationReport | N
 
 def _to_round(record: RoundRecord) -> dict[str, Any]:
     """Returns the record with its spans in milliseconds."""
-    drafting = [
-        {
-            "drafter": one.drafter,
-            "round": one.round,
-            "depth": one.depth,
-            "branches": one.branches,
-            **_to_times(one.work),
-        }
-        for one in record.drafting
-    ]
+    drafting = [{**_to_times(one.pop("work")), **one} for one in map(structs.asdict, record.drafting)]
     decided = _to_times(record.decided) if record.decided is not None else None
     return {**structs.asdict(record), "verify": _to_times(record.verify), "decided": decided, "drafting": drafting}
 
