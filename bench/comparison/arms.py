@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.bench.comparison.runs import Summary, median_by_number, summarize
+from outrider.bench.comparison.runs import Summary, hit_turnarounds, median_by_number, summarize
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.tuning import TunedArm, TunedDrafter, Tuning
@@ -177,9 +177,9 @@ class ArmCosts:
     @property
     def turnaround_ms(self) -> float:
         """The target's wait between two verifies on a hit; 0 without a draft worker."""
-        found = [arm.summary.turnaround_ms for arm in self.of("ssd")]
-        hits = [turnaround_ms for turnaround_ms in found if turnaround_ms is not None]
-        return statistics.median(hits or [DEFAULT_TURNAROUND_MS]) if found else 0.0
+        arms = self.of("ssd")
+        found = [ms for arm in arms for ms in hit_turnarounds(arm.rounds)]
+        return statistics.median(found or [DEFAULT_TURNAROUND_MS]) if arms else 0.0
 
     def of(self, mode: str, drafter: str = "") -> list[MeasuredArm]:
         """Returns the arms of a mode, those of most texts first, the fastest of these first; none if nothing was

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from outrider.orchestrator.client.client import Client
-from outrider.protocol.messages import Timings, WorkerStats
+from outrider.protocol.messages import RoundRecord, Span, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
 
 RESAMPLES = 2000
@@ -110,14 +110,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The `sums` over `runs`. `tokens` and `rounds` are of decoding, without the prompt's round.
-
-    `turnaround_ms` is the median of hits, None without hits.
-    """
+    """The `sums` over `runs`. `tokens` and `rounds` are of decoding, without the prompt's round."""
 
     runs: int
     sums: Timings
-    turnaround_ms: float | None
 
     @property
     def tokens(self) -> int:
@@ -144,8 +140,16 @@ class Summary:
 
 
 def summarize(timings: Sequence[Timings]) -> Summary:
-    turnarounds = [ms for t in timings for ms in t.turnaround_ms]
-    return Summary(len(timings), sum(timings, Timings()), statistics.median(turnarounds) if turnarounds else None)
+    return Summary(len(timings), sum(timings, Timings()))
+
+
+def hit_turnarounds(rounds: Iterable[RoundRecord]) -> list[float]:
+    """Returns the milliseconds of the target's wait before the verify of each hit that was served at once."""
+    return [
+        Span(before.verify.ended_ns, after.verify.started_ns).milliseconds
+        for before, after in pairwise(rounds)
+        if after.lookup == "hit" and after.round == before.round + 1
+    ]
 
 
 PromptRunner: TypeAlias = Callable[[Sequence[int], SamplingParams], Run]

@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 TARGET_DRAFTER_TRACK = "target's drafter"
 """The track of an in-process drafter, in the target's process."""
-# A request reports at most this many single turnarounds; the sums include all.
-MAX_TURNAROUNDS = 10_000
 # The latest rounds, which may turn out not to count.
 MAX_RECENT_ROUNDS = 64
 # A round's report names at most this much work of drafters, so that no drafter makes it too large to be sent.
@@ -73,7 +71,6 @@ class RoundSums:
     verify_ns: int = 0
     idle_ns: int = 0
     last_ns: int = 0
-    turnarounds_ns: list[int] = field(default_factory=list)
     drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
     hits_at: Counter[int] = field(default_factory=Counter)
@@ -83,10 +80,7 @@ class RoundSums:
     accepted_by_origin: Counter[Origin] = field(default_factory=Counter)
 
     def add(self, entry: RoundEntry, max_tokens: int) -> None:
-        """Adds a round; only its first `max_tokens` tokens count, and no drafted token after them.
-
-        The target's idle time before the verify of a hit that was served at once is a turnaround.
-        """
+        """Adds a round; only its first `max_tokens` tokens count, and no drafted token after them."""
         proposal, kept = entry.proposal, min(entry.kept, max_tokens)
         drafted, depth = len(proposal.chain), proposal.depth
         if kept <= len(entry.nodes):
@@ -110,8 +104,6 @@ class RoundSums:
         self.verify_ns += entry.verify_ns
         self.idle_ns += entry.idle_ns
         self.last_ns = entry.ended_ns
-        if proposal.lookup is Lookup.HIT and entry.verify_ns and len(self.turnarounds_ns) < MAX_TURNAROUNDS:
-            self.turnarounds_ns.append(entry.idle_ns)
 
 
 @dataclass(slots=True)
@@ -224,7 +216,6 @@ class RequestMetrics:
             drafted_by_position=tuple(sums.drafted_at[i] for i in positions),
             looked_up_by_accepted=tuple(sums.hits_at[k] + sums.misses_at[k] for k in looked_up),
             hits_by_accepted=tuple(sums.hits_at[k] for k in looked_up),
-            turnaround_ms=tuple(ns / MILLISECOND_NS for ns in sums.turnarounds_ns),
             verify_ms=sums.verify_ns / MILLISECOND_NS,
             idle_ms=sums.idle_ns / MILLISECOND_NS,
             peak_bytes=min(sum(self._peaks.values()), MAX_SERIAL),

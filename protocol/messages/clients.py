@@ -156,7 +156,7 @@ class Timings(StatsRecord, frozen=True):
     - `draft_n_accepted_by` counts accepted tokens by drafter, `draft_n_accepted_from` by `Origin`.
     - `queue_ms` is the time in the queue, `prompt_ms` that from admission to the first token, `predicted_ms` that from
       there to the last of `predicted_n` tokens; `predicted_per_second` is their rate, without the first. `verify_ms` is
-      the target's time in verifies, `idle_ms` that between them, `turnaround_ms` the idle time before each hit.
+      the target's time in verifies, `idle_ms` that between them.
     - `peak_bytes` is the peak memory of the target and its drafters, weights included: on a GPU MLX's, since the
       request, or the first of those that ran with it, began; on a CPU each process's, since its start.
     - `resumed` counts continuations on a new target, `rejoined` the drafters that came back during the text.
@@ -185,7 +185,6 @@ class Timings(StatsRecord, frozen=True):
     drafted_by_position: Many[Serial] = ()
     looked_up_by_accepted: Many[Serial] = ()
     hits_by_accepted: Many[Serial] = ()
-    turnaround_ms: Many[Real] = ()
     verify_ms: Real = 0.0
     idle_ms: Real = 0.0
     peak_bytes: Serial = 0
@@ -196,15 +195,12 @@ class Timings(StatsRecord, frozen=True):
     draft_n_accepted_from: Counts = field(default_factory=dict)
 
     def __add__(self, other: Self) -> Self:
-        """Adds counts and times; rates are weighted by their times, and the peak is the larger one.
-
-        Turnarounds are left out, since they belong to one request.
-        """
+        """Adds counts and times; rates are weighted by their times, and the peak is the larger one."""
         found = super().__add__(other)
         tokens = sum(one.predicted_per_second * one.predicted_ms for one in (self, other))
         rate = tokens / found.predicted_ms if found.predicted_ms > 0 else 0.0
         peak_bytes = max(self.peak_bytes, other.peak_bytes)
-        return replace(found, predicted_per_second=rate, peak_bytes=peak_bytes, turnaround_ms=())
+        return replace(found, predicted_per_second=rate, peak_bytes=peak_bytes)
 
 
 class Done(RequestMessage, frozen=True):

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from outrider.bench.commands import files
 from outrider.bench.commands.overlap import describe, draw_rounds
-from outrider.bench.comparison.runs import Timed, bootstrap, ratio, repeated_share
+from outrider.bench.comparison.runs import Timed, bootstrap, hit_turnarounds, ratio, repeated_share
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.core.metrics import TARGET_DRAFTER_TRACK, TARGET_TRACK, Trace
@@ -127,6 +127,10 @@ def record(number: int, lookup: str = "hit", source: str = "prepared", *drafting
     start = number * 12_000_000
     work = DraftWork("draft-0", number, 1, 8, Span(start, start + 4_000_000))
     return RoundRecord(number, lookup, source, 3, 2, 3, Span(start, start + 10_000_000), drafting=drafting or (work,))
+
+
+def test_turnaround_is_the_wait_before_the_verify_of_a_hit_that_follows_directly() -> None:
+    assert hit_turnarounds([record(1), record(2, "miss"), record(3), record(5), record(6, "grown")]) == [2.0]
 
 
 def test_trace_has_perfetto_events(tmp_path: Path) -> None:
