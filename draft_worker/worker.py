@@ -32,7 +32,6 @@ from outrider.protocol.messages import (
     KvMemory,
     Message,
     Open,
-    Prefilled,
     Resync,
     Shutdown,
     Span,
@@ -204,12 +203,8 @@ class DraftWorker(WorkerLoop[DraftRequest]):
 
     def _read(self, running: DraftRequest) -> None:
         """Reads a piece of a request's text, or takes it from the prompt cache."""
-        work, newest = running.work, running.newest
         with self._timed("read"):
-            work.read()
-        cached = work.tree.cached
-        if cached == work.tree.committed_len:  # this piece came from the prompt cache
-            self._link.send(Prefilled(newest.request, newest.epoch, cached, work.committed_len, cached))
+            running.work.read()
         self._report()
 
     @contextmanager

@@ -36,14 +36,11 @@ class TokenTree(Protocol):
 
     For residual sampling a tree may draw: a node's own continuation (`best`, or a fed None) is drawn from a known q.
     Each drawn chain has its own noise, and begins after a token that the caller gave (`engine.residual`).
-
-    `cached`: the number of leading tokens that came from the prompt cache; known after the first `read`.
     """
 
     draws: bool
     root: int
     next_node: int
-    cached: int
 
     @property
     def committed_len(self) -> int:

@@ -135,7 +135,6 @@ class Tree:
         self._nodes: dict[int, _Node] = {}
         self.next_node, self.root = 0, 0
         self._cache = cache if cache is not None else PromptCache(KvCost())
-        self.cached = 0
 
     @property
     def committed_len(self) -> int:
@@ -204,8 +203,8 @@ class Tree:
         return self._node(node).step.row(self._nodes[node].row)
 
     def read(self, tokens: Sequence[int]) -> int:
-        if not self._committed and self._restore_cached(tokens):
-            return self.cached
+        if not self._committed and (cached := self._restore_cached(tokens)):
+            return cached
         self._compact()
         start = len(self._committed)
         count = self.kv_rows.prefill(tokens[:-1], start)
@@ -221,15 +220,15 @@ class Tree:
         while tokens:
             tokens = tokens[self.read(tokens) :]
 
-    def _restore_cached(self, tokens: Sequence[int]) -> bool:
-        """Begins with the part of a text of these tokens that is in the prompt cache; returns whether there is one."""
+    def _restore_cached(self, tokens: Sequence[int]) -> int:
+        """Begins with the part of a text of these tokens that is in the prompt cache; returns its length."""
         start = self._cache.find(tokens)
         if start is not None:
             self.kv_rows.restore(start)
-            self.cached, self._layout = start.length, TreeLayout(start.length)
+            self._layout = TreeLayout(start.length)
             self._committed += tokens[: start.length]
         self._cache.enter(self, min(len(tokens) + self._sampler.params.max_tokens, self._context_length))
-        return start is not None
+        return start.length if start is not None else 0
 
     def add_features(self, position: int, rows: Halves) -> None:
         """Does nothing: only trees of heads read features."""

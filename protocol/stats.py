@@ -8,14 +8,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any, Self
 
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Count, Many, Real, Record, Serial
 
 MAX_COUNTED_NAMES = 256
+DURATION_BOUNDS_MS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000)
 
 
-class KvCost(Record, frozen=True):
+def add_counts(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
+    """Adds counts name by name. Keeps the latest `MAX_COUNTED_NAMES`: drafters may come with new names for ever."""
+    kept = [*(name for name in left if name not in right), *right][-MAX_COUNTED_NAMES:]
+    return {name: left.get(name, 0) + right.get(name, 0) for name in kept}
+
+
+def _add(left: Any, right: Any) -> Any:
+    match left:
+        case bool():
+            return left or right
+        case tuple():
+            return tuple(map(sum, zip_longest(left, right, fillvalue=0)))
+        case dict():
+            return add_counts(left, right)
+    return left + right
+
+
+class StatsRecord(Record, frozen=True):
+    """A record that is added field by field: numbers, tuples item by item (missing items count as 0), counts name by
+    name, and flags, of which one is enough."""
+
+    def __add__(self, other: Self) -> Self:
+        names = self.__struct_fields__
+        return type(self)(**{name: _add(getattr(self, name), getattr(other, name)) for name in names})
+
+
+class KvCost(StatsRecord, frozen=True):
     """Bytes of keys, values and state that a worker needs for a text: `per_text` for any length, plus `per_token` for
     each token. `padded`: each text takes as much as the longest that runs."""
 
@@ -31,20 +59,14 @@ class KvCost(Record, frozen=True):
         """Returns the bytes of texts of these lengths together."""
         return len(lengths) * self.of(max(lengths, default=0)) if self.padded else sum(map(self.of, lengths))
 
-    def __add__(self, other: KvCost) -> KvCost:
-        return KvCost(self.per_text + other.per_text, self.per_token + other.per_token, self.padded or other.padded)
 
-
-class KvUse(Record, frozen=True):
+class KvUse(StatsRecord, frozen=True):
     """Memory for texts in all workers together: of `limit` bytes, running texts take `used` at their present length and
     `reserved` at their maximum length."""
 
     limit: Serial = 0
     used: Serial = 0
     reserved: Serial = 0
-
-    def __add__(self, other: KvUse) -> KvUse:
-        return KvUse(self.limit + other.limit, self.used + other.used, self.reserved + other.reserved)
 
 
 class CacheUse(Record, frozen=True):
@@ -58,29 +80,12 @@ class CacheUse(Record, frozen=True):
     tokens_saved: Serial = 0
 
 
-def add_counts(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
-    """Adds counts name by name. Keeps the latest `MAX_COUNTED_NAMES`: drafters may come with new names for ever."""
-    kept = [*(name for name in left if name not in right), *right][-MAX_COUNTED_NAMES:]
-    return {name: left.get(name, 0) + right.get(name, 0) for name in kept}
+class Durations(StatsRecord, frozen=True):
+    """A histogram since the process started: `counts[i]` durations were at most `DURATION_BOUNDS_MS[i]` and longer than
+    the previous bound; the last count is of those longer than all bounds. `seconds` is the sum of all durations."""
 
-
-def add_rows(*rows: Sequence[int]) -> tuple[int, ...]:
-    """Adds rows item by item; missing items count as 0."""
-    return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
-
-
-class Durations(Record, frozen=True):
-    """A histogram since the process started: `counts[i]` durations were at most `bounds[i]` seconds and longer than the
-    previous bound; the last count is of those longer than all bounds. `seconds` is the sum of all durations."""
-
-    bounds: Many[Real] = ()
     counts: Many[Serial] = ()
     seconds: Real = 0.0
-
-    def __add__(self, other: Durations) -> Durations:
-        """Adds durations counted by the same bounds; one side may have counted none."""
-        counts = add_rows(self.counts, other.counts)
-        return Durations(self.bounds or other.bounds, counts, self.seconds + other.seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
-"""The protocol version, and how to install the extras. Imports no extra.
+"""The protocol version, the releases of libraries, and how to install the extras. Imports no extra.
 
 Two processes communicate only when their PROTOCOL_VERSION is the same.
 """
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from outrider.protocol.errors import InvalidRequest
@@ -19,6 +20,14 @@ EXTRA_MODULES = {
     "fleet": ("ray", "mmh3", "yaml"),
 }
 """The modules that show whether an extra is installed."""
+
+
+def installed_release(library: str) -> str:
+    """Returns a library's release, or that it is not installed."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def missing_modules(extra: str) -> list[str]:

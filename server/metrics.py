@@ -21,7 +21,7 @@ from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.protocol import errors
 from outrider.protocol.messages import Stats
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.stats import Durations
+from outrider.protocol.stats import DURATION_BOUNDS_MS, Durations
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import RequestSpan
@@ -122,7 +122,7 @@ class OrchestratorMetrics(Collector):
 
     def _durations(self, name: str, doc: str, seen: Durations) -> Metric:
         family = HistogramMetricFamily(f"{_PREFIX}{name}_duration_seconds", doc, labels=("model_name",))
-        bounds = (*map(str, seen.bounds), "+Inf")
+        bounds = (*(str(bound / 1000) for bound in DURATION_BOUNDS_MS), "+Inf")
         buckets = list(zip(bounds, accumulate(seen.counts), strict=bool(seen.counts)))
         family.add_metric((self._model,), buckets or [("+Inf", 0)], seen.seconds)
         return family

@@ -22,8 +22,7 @@ from itertools import pairwise, product
 
 from outrider.bench.commands import files
 from outrider.bench.commands.files import parse_numbers
-from outrider.bench.comparison.runs import Summary, mode_runner, run_interleaved, summarize
-from outrider.bench.latency import Latency, median_latency
+from outrider.bench.comparison.runs import Summary, median_by_number, run_interleaved, summarize
 from outrider.orchestrator.cli import flags, run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -35,6 +34,8 @@ from outrider.protocol import clock, values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Commit, Drafted, Timings
 from outrider.protocol.sampling import SamplingParams
+from tools.latency import Latency
+from tools.turnarounds import TurnaroundRunner, median_turnaround
 from tools.workbench import REQUEST_ID, WARM_UP_ROUNDS, KnownText, Workbench, workbench
 
 # Rounds of each kind in a sample.
@@ -62,6 +63,10 @@ class IsolatedTimes:
         return Costs(
             self.step_ms, self.verify_ms, lambda depth: self.chain_ms(depth) + more_ms, self.ahead_ms, usual_ms
         )
+
+
+def _median_latency(samples: Iterable[tuple[int, float]]) -> Latency:
+    return Latency(tuple(median_by_number(samples).items()))
 
 
 class Stopwatch:
@@ -105,9 +110,9 @@ class Stopwatch:
         """Returns the medians of all samples, of which at least one is needed."""
         return IsolatedTimes(
             statistics.median(self._steps),
-            median_latency(self._verify),
-            median_latency(self._chain),
-            median_latency(self._ahead),
+            _median_latency(self._verify),
+            _median_latency(self._chain),
+            _median_latency(self._ahead),
             statistics.median(self._between),
         )
 
@@ -157,10 +162,11 @@ def time_chains(
 
 @dataclass(frozen=True, slots=True)
 class RunnerResult:
-    """The runs of a runner. `rows[M]` counts verifies of M tokens."""
+    """The runs of a runner. `rows[M]` counts verifies of M tokens. `turnaround_ms`: the median; None without hits."""
 
     found: Summary
     rows: tuple[int, ...]
+    turnaround_ms: float | None = None
 
     @property
     def tokens(self) -> float:
@@ -173,12 +179,12 @@ class RunnerResult:
         return 1000 * self.found.tokens / self.found.sums.predicted_ms
 
 
-def summarize_timings(timings: Sequence[Timings]) -> RunnerResult:
+def summarize_timings(timings: Sequence[Timings], turnaround_ms: float | None = None) -> RunnerResult:
     found = summarize(timings)
     longest = [*found.sums.drafted_by_position, 0]
     chains = [longer - shorter for longer, shorter in pairwise(longest)]
     rows = (0, max(found.rounds - sum(chains), 0), *chains)
-    return RunnerResult(found, rows)
+    return RunnerResult(found, rows, turnaround_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +216,7 @@ def compare_plain(run: RunnerResult, alone: IsolatedTimes) -> FormulaComparison:
 
 def compare_speculative(run: RunnerResult, alone: IsolatedTimes, depth: int, works_ahead: bool) -> FormulaComparison:
     """Compares SD with this K, or SSD (`works_ahead`), with theorem 7 for the run's mix of rounds."""
-    costs = alone.costs(run.found.turnaround_ms)
+    costs = alone.costs(run.turnaround_ms)
     kinds = round_kinds(run, depth, works_ahead)
     verify_alone_ms = sum(kind.share * alone.verify_ms(round(kind.rows)) for kind in kinds)
     predicted = mixed_rate(costs, kinds)
@@ -304,10 +310,11 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(progress=screen.show, **{**given, "memory": False}))
         bench, client = stack.enter_context(workbench(settings, screen.show)), cluster.client()
-        arms = {"ar": ("ar", None), **{f"{mode} K={k}": (mode, k) for mode in ("sd", "ssd") for k in depths}}
-        runners = [(name, mode_runner(client, *arm)) for name, arm in arms.items()]
+        arms: dict[str, tuple[str, int | None]] = {"ar": ("ar", None)}
+        arms |= {f"{mode} K={k}": (mode, k) for mode in ("sd", "ssd") for k in depths}
         for (kind, prompts), sampling in product(classes.items(), samplings):
             stopwatch, timings = Stopwatch(bench, depths, settings.breadth), defaultdict[str, list[Timings]](list)
+            runners = [(name, TurnaroundRunner(client, *arm)) for name, arm in arms.items()]
             for number, prompt in enumerate(prompts[:count]):
                 screen.show(f"{kind} T={sampling.temp:g}, prompt {number + 1}")
                 first = number % len(runners)
@@ -318,8 +325,9 @@ def run(options: argparse.Namespace) -> int:
             alone = stopwatch.read()
             screen.clear()
             print("\n".join([f"{kind}, T = {sampling.temp:g}", *describe(alone, depths, settings.breadth)]))
-            for name, (mode, depth) in arms.items():
-                result = summarize_timings(timings[name])
+            for name, runner in runners:
+                mode, depth = arms[name]
+                result = summarize_timings(timings[name], median_turnaround(runner.turnarounds_ms))
                 comparison = (
                     compare_plain(result, alone)
                     if depth is None

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.bench.latency import Latency
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.flags import ensure_writable
 from tools import picture
+from tools.latency import Latency
 from tools.simulation.profile import Profile
 from tools.simulation.simulator import Policy, Simulator
 

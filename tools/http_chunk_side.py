@@ -43,7 +43,7 @@ def orchestrate(socket: zmq.Socket[bytes], pace: dict[str, float]) -> None:
         for _ in range(int(pace["chunks"])):
             time.sleep(pace["gap_ms"] / 1000)
             send(messages.TextChunk(name, WORD * tokens, (300,) * tokens))
-        send(messages.Done(name, "length", messages.Timings(turnaround_ms=(1.0,) * int(pace["chunks"]))))
+        send(messages.Done(name, "length", messages.Timings()))
 
 
 def cpu_clock_id(process: int) -> int:

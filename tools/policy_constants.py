@@ -23,7 +23,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean, stdev
 
-from outrider.bench.latency import Latency
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.core import planner
 from outrider.orchestrator.core.policy import acceptance, estimates, forecasts, policy
@@ -34,6 +33,7 @@ from outrider.protocol import values
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Abilities, InProcessDrafter
 from tests.harness.settings import round_settings
+from tools.latency import Latency
 from tools.simulation.auto_rounds import DRAFT_WORKER, Machine, Server, Text, TextKind
 from tools.simulation.profile import PROFILES, Profile
 

@@ -17,9 +17,10 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
-from outrider.bench.comparison.runs import Interval, Run, mode_runner, ratio, summarize, total_rate
+from outrider.bench.comparison.runs import Interval, Run, ratio, summarize, total_rate
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.client.client import Client
@@ -31,6 +32,7 @@ from tools.simulation.environment import simulated_machine
 from tools.simulation.profile import Profile, Published
 from tools.simulation.script import random_prompts, write_model_and_script
 from tools.simulation.simulator import Policy, Simulator
+from tools.turnarounds import TurnaroundRunner, median_turnaround
 
 WARM_UP_TOKENS = 300
 PREDICTED_TOKENS = 40_000
@@ -102,16 +104,17 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[SimulatedRow]:
         longest = SamplingParams(max_tokens=max(max_tokens, WARM_UP_TOKENS), ignore_eos=True)
         script = write_model_and_script(Path(folder), texts, longest)
         runs: dict[str, list[Run]] = {}
+        turnarounds: dict[str, list[float]] = {}
         for cluster in dict.fromkeys(contestant.cluster for contestant in contestants):
             chosen = [contestant for contestant in contestants if contestant.cluster == cluster]
             with simulated_machine(path, script) as check, _start_cluster(folder, *cluster) as client:
                 for contestant in chosen:
                     print(f"{profile.name}: {contestant.name}", file=sys.stderr, flush=True)
-                    runs[contestant.name] = _run_contestant(client, contestant, texts, max_tokens)
+                    found = _run_contestant(client, contestant, texts, max_tokens)
+                    runs[contestant.name], turnarounds[contestant.name] = found
                     check()
-    everything = summarize([run.timings for found in runs.values() for run in found if run.timings])
-    hop_ms = (everything.turnaround_ms or 0.0) / 2
-    rows = [_make_row(profile, contestant, runs, hop_ms) for contestant in contestants]
+    hop_ms = (median_turnaround(list(chain(*turnarounds.values()))) or 0.0) / 2
+    rows = [_make_row(profile, one, runs, hop_ms, median_turnaround(turnarounds[one.name])) for one in contestants]
     _print_table(profile, rows)
     return rows
 
@@ -161,24 +164,27 @@ def _start_cluster(model: str, fan_out: str, anytime: bool) -> Iterator[Client]:
 
 def _run_contestant(
     client: Client, contestant: Contestant, starts: Sequence[Sequence[int]], max_tokens: int
-) -> list[Run]:
-    """Returns the runs of all prompts but the first, which warms up the estimates."""
+) -> tuple[list[Run], list[float]]:
+    """Returns the runs of all prompts but the first, which warms up the estimates, and their turnarounds."""
     policy = contestant.policy
-    runner = mode_runner(client, contestant.mode, policy.depth, policy.branches)
+    runner = TurnaroundRunner(client, contestant.mode, policy.depth, policy.branches)
 
     def sampling(tokens: int) -> SamplingParams:
         return SamplingParams(max_tokens=tokens, ignore_eos=True)
 
     if contestant.mode == "ar":  # every token takes the same time
-        return [runner(starts[1], sampling(min(max_tokens, 100)))] * (len(starts) - 1)
+        return [runner(starts[1], sampling(min(max_tokens, 100)))] * (len(starts) - 1), []
     runner(starts[0], sampling(WARM_UP_TOKENS))
-    return [runner(start, sampling(max_tokens)) for start in starts[1:]]
+    runner.turnarounds_ms.clear()
+    return [runner(start, sampling(max_tokens)) for start in starts[1:]], runner.turnarounds_ms
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _make_row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run]], hop_ms: float) -> SimulatedRow:
+def _make_row(
+    profile: Profile, contestant: Contestant, runs: dict[str, list[Run]], hop_ms: float, turnaround_ms: float | None
+) -> SimulatedRow:
     own_runs, is_predictable = runs[contestant.name], contestant.mode != "auto"
     sd = next(others for name, others in runs.items() if name.startswith("sd"))
     found = summarize([run.timings for run in own_runs if run.timings])
@@ -192,7 +198,7 @@ def _make_row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run
         found.hit_rate or 0.0,
         found.tokens / found.rounds,
         found.sums.idle_ms / found.rounds,
-        found.turnaround_ms,
+        turnaround_ms,
         ratio(timed, [run.timed for run in sd]),
         ratio(timed, [run.timed for run in runs["ar"]]),
     )

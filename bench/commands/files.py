@@ -11,8 +11,6 @@ import argparse
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +25,7 @@ from outrider.orchestrator.settings import MODES, ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.process import cpu_fields, cpu_flags
-from outrider.protocol.version import install_command, missing_modules
+from outrider.protocol.version import install_command, installed_release, missing_modules
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,17 +72,13 @@ def write_picture(path: Path, draw: Callable[[], Figure]) -> None:
 
 def describe_machine(settings: ServeSettings) -> dict[str, Any]:
     """Describes this machine. Kernels differ by the vector instructions of the CPU."""
-    versions = {}
-    for name in REPORTED_LIBRARIES:
-        with suppress(PackageNotFoundError):  # not installed
-            versions[name] = version(name)
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
         "processor": cpu_fields().get("model name", platform.processor()),
         "cores": os.cpu_count(),
         "vectors": [one for one in cpu_flags() if one.startswith(("avx", "amx"))],
-        "versions": versions,
+        "versions": {name: installed_release(name) for name in REPORTED_LIBRARIES},
         "blas": system.blas_notes(),
         "threads": {role: system.threads_of(role, settings) for role in ("target", "draft")},
         "branches": settings.breadth,

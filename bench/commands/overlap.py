@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from outrider.bench.commands.files import write_picture
-from outrider.bench.latency import median_latency
+from outrider.bench.comparison.runs import median_by_number
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.generate import read_prompt
@@ -46,10 +48,10 @@ SOURCES = {
     "hit": ("#2a9d4e", "verify of a cached branch"),
     "late": ("#8fcf9f", "verify of a branch that came late"),
     "miss": ("#d1495b", "verify after a miss (AR step or n-gram chain)"),
-    "ngram": ("#8d6cc9", "verify of an n-gram chain"),
-    "drafter": ("#e09f3e", "verify of a chain on request"),
+    "copied": ("#8d6cc9", "verify of an n-gram chain"),
+    "drafted": ("#e09f3e", "verify of a chain on request"),
     "head": ("#3aa6a0", "verify of a head's chain"),
-    "none": ("#9aa5b1", "AR step"),
+    "target": ("#9aa5b1", "AR step"),
 }
 """What a round can verify (`name_round`): its colour, and its words in the legend."""
 DRAFTING = {
@@ -116,8 +118,9 @@ def describe(ssd: Sequence[RoundRecord], sd: Sequence[RoundRecord]) -> str:
     """
     if not ssd or not sd:
         raise InvalidRequest(f"there are no rounds from {FIRST_ROUND} on; expected a longer context")
-    alone = median_latency((record.drafted, record.verify.milliseconds) for record in sd)
-    slowdown = statistics.median(record.verify.milliseconds / alone(record.drafted) for record in ssd)
+    alone = median_by_number((record.drafted, record.verify.milliseconds) for record in sd)
+    alone_ms = np.interp([record.drafted for record in ssd], list(alone), list(alone.values()))
+    slowdown = np.median([record.verify.milliseconds for record in ssd] / alone_ms)
     verifies, works = [record.verify for record in ssd], [work.work for record in ssd for work in record.drafting]
     drafting_ms = sum(work.milliseconds for work in works)
     hidden_ms = sum(_common_ms(work, verify) for work in works for verify in verifies)

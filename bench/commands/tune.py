@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,6 @@ import numpy as np
 
 from outrider.bench.comparison.arms import PLAIN_ARM, ArmCosts, MeasuredArm, list_arms, measure_arms
 from outrider.bench.comparison.runs import mode_runner, run_interleaved, target_stats, total_rate
-from outrider.bench.latency import Latency
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import ensure_writable
 from outrider.orchestrator.cli.terminal import Screen, say
@@ -155,7 +154,7 @@ def _measure_arms(options: argparse.Namespace, pair: ChosenPair, screen: Screen)
 
 
 def _describe_costs(found: ArmCosts) -> list[str]:
-    one = found.verify_ms(1)
+    one = found.verify_ms[1]
     lines = [
         f"one token of plain decoding  {found.step_ms:.2f} ms",
         f"verify of M tokens, alone    {one:.2f} ms times  {_format_points(found.verify_ms, one)}",
@@ -170,8 +169,8 @@ def _describe_costs(found: ArmCosts) -> list[str]:
     return [*lines, "", "measured in real rounds:", *map(_format_arm, found.best_arms()), _recommend(found)]
 
 
-def _format_points(curve: Latency, unit: float = 1.0) -> str:
-    return "  ".join(f"{at}: {ms / unit:.2f}" for at, ms in curve.points)
+def _format_points(points: Mapping[int, float], unit: float = 1.0) -> str:
+    return "  ".join(f"{at}: {ms / unit:.2f}" for at, ms in points.items())
 
 
 def _format_arm(best: MeasuredArm) -> str:

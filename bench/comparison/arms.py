@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.bench.comparison.runs import Summary, summarize
-from outrider.bench.latency import Latency, median_latency
+from outrider.bench.comparison.runs import Summary, hit_turnarounds, median_by_number, summarize
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.tuning import TunedArm, TunedDrafter, Tuning
@@ -136,9 +135,9 @@ class ArmCosts:
         return 1000 / self.arms[PLAIN_ARM].rate
 
     @property
-    def verify_ms(self) -> Latency:
+    def verify_ms(self) -> dict[int, float]:
         """A verify alone, by its rows. The few chains that the text's end cut short are left out."""
-        return median_latency(
+        return median_by_number(
             (record.drafted + 1, record.verify.milliseconds)
             for found in self.arms.values()
             if found.arm.mode != "ssd"
@@ -147,9 +146,9 @@ class ArmCosts:
         )
 
     @property
-    def chain_ms(self) -> Latency:
+    def chain_ms(self) -> dict[int, float]:
         """A chain on request by its length, from the outcome to the next verify."""
-        return median_latency((len_, wait_ms) for len_, wait_ms, _ in self._chain_requests())
+        return median_by_number((len_, wait_ms) for len_, wait_ms, _ in self._chain_requests())
 
     @property
     def link_ms(self) -> float:
@@ -165,9 +164,9 @@ class ArmCosts:
                         yield work.depth, record.decided.milliseconds, work.work.milliseconds
 
     @property
-    def tree_ms(self) -> Latency:
+    def tree_ms(self) -> dict[int, float]:
         """One more token for all branches, by their number."""
-        return median_latency(
+        return median_by_number(
             (found.arm.branches, work.work.milliseconds)
             for found in self.of("ssd")
             for record in found.rounds
@@ -178,9 +177,9 @@ class ArmCosts:
     @property
     def turnaround_ms(self) -> float:
         """The target's wait between two verifies on a hit; 0 without a draft worker."""
-        found = [arm.summary.turnaround_ms for arm in self.of("ssd")]
-        hits = [turnaround_ms for turnaround_ms in found if turnaround_ms is not None]
-        return statistics.median(hits or [DEFAULT_TURNAROUND_MS]) if found else 0.0
+        arms = self.of("ssd")
+        found = [ms for arm in arms for ms in hit_turnarounds(arm.rounds)]
+        return statistics.median(found or [DEFAULT_TURNAROUND_MS]) if arms else 0.0
 
     def of(self, mode: str, drafter: str = "") -> list[MeasuredArm]:
         """Returns the arms of a mode, those of most texts first, the fastest of these first; none if nothing was
@@ -202,8 +201,8 @@ class ArmCosts:
         ssd, sd = self.of("ssd"), self._deepest_arm("" if self.of("sd") else heads[0].name)
         return Tuning(
             step_ms=self.step_ms,
-            verify_ms=self.verify_ms.points,
-            depth_ms=self.tree_ms(ssd[0].arm.branches) if ssd else sd.step_ms,
+            verify_ms=tuple(self.verify_ms.items()),
+            depth_ms=self.tree_ms[ssd[0].arm.branches] if ssd else sd.step_ms,
             draft_ms=sd.step_ms,
             link_ms=self.link_ms,
             turnaround_ms=self.turnaround_ms,

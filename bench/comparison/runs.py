@@ -9,14 +9,15 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from outrider.orchestrator.client.client import Client
-from outrider.protocol.messages import Timings, WorkerStats
+from outrider.protocol.messages import RoundRecord, Span, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
 
 RESAMPLES = 2000
@@ -90,6 +91,14 @@ def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
     return (len(grams) - len(set(grams))) / len(grams) if grams else 0.0
 
 
+def median_by_number(samples: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Returns the median of the values that have the same number, such as milliseconds by rows, in rising order."""
+    values = defaultdict[int, list[float]](list)
+    for number, value in samples:
+        values[number].append(value)
+    return {number: statistics.median(values[number]) for number in sorted(values)}
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """The run of one prompt with one runner. `timings` is None for other engines."""
@@ -101,14 +110,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The `sums` over `runs`. `tokens` and `rounds` are of decoding, without the prompt's round.
-
-    `turnaround_ms` is the median of hits, None without hits.
-    """
+    """The `sums` over `runs`. `tokens` and `rounds` are of decoding, without the prompt's round."""
 
     runs: int
     sums: Timings
-    turnaround_ms: float | None
 
     @property
     def tokens(self) -> int:
@@ -135,8 +140,16 @@ class Summary:
 
 
 def summarize(timings: Sequence[Timings]) -> Summary:
-    turnarounds = [ms for t in timings for ms in t.turnaround_ms]
-    return Summary(len(timings), sum(timings, Timings()), statistics.median(turnarounds) if turnarounds else None)
+    return Summary(len(timings), sum(timings, Timings()))
+
+
+def hit_turnarounds(rounds: Iterable[RoundRecord]) -> list[float]:
+    """Returns the milliseconds of the target's wait before the verify of each hit that was served at once."""
+    return [
+        Span(before.verify.ended_ns, after.verify.started_ns).milliseconds
+        for before, after in pairwise(rounds)
+        if after.lookup == "hit" and after.round == before.round + 1
+    ]
 
 
 PromptRunner: TypeAlias = Callable[[Sequence[int], SamplingParams], Run]

@@ -13,8 +13,8 @@ import platform
 import sys
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import msgspec
@@ -28,6 +28,7 @@ from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.process import physical_memory
+from outrider.protocol.version import installed_release
 
 log = logging.getLogger(__name__)
 
@@ -96,44 +97,22 @@ def measure_core_ml(checkpoint: Path, try_now: bool) -> list[Placement]:
     return places
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """`wired_budget_bytes`: the memory that Metal recommends for all processes together, 0 without Metal."""
-
-    chip: str
-    architecture: str
-    cores: int
-    memory_bytes: int
-    system: str
-    build: str
-    python: str
-    libraries: dict[str, str]
-    mlx_device: str
-    wired_budget_bytes: int
-
-
-def inspect_machine() -> Machine:
-    """Inspects this machine."""
+def inspect_machine() -> dict[str, Any]:
+    """Describes this machine. `wired_budget_bytes`: the memory that Metal recommends for all processes together, 0
+    without Metal."""
     metal = mx.metal.is_available()
-    return Machine(
-        chip=str(mx.device_info(mx.Device(mx.cpu))["device_name"]),
-        architecture=platform.machine(),
-        cores=os.cpu_count() or 1,
-        memory_bytes=physical_memory(),
-        system=f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else f"{platform.system()}",
-        build=os_build(),
-        python=platform.python_version(),
-        libraries={name: _version(name) for name in _LIBRARIES},
-        mlx_device="gpu" if metal else mx.default_device().type.name,
-        wired_budget_bytes=int(mx.device_info(mx.gpu)["max_recommended_working_set_size"]) if metal else 0,
-    )
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+    return {
+        "chip": str(mx.device_info(mx.Device(mx.cpu))["device_name"]),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "memory_bytes": physical_memory(),
+        "system": f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else platform.system(),
+        "build": os_build(),
+        "python": platform.python_version(),
+        "libraries": {name: installed_release(name) for name in _LIBRARIES},
+        "mlx_device": "gpu" if metal else mx.default_device().type.name,
+        "wired_budget_bytes": int(mx.device_info(mx.gpu)["max_recommended_working_set_size"]) if metal else 0,
+    }
 
 
 def list_placements(checkpoint: Path, try_now: bool) -> list[Placement]:

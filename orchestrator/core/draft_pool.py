@@ -66,7 +66,7 @@ Models = Mapping[str, object]
 MAX_LOSSES = 2
 
 TargetMessage = Outcome | Features | Prefilled | Resync | Fault
-DrafterMessage = Branches | Drafted | Prefilled | Resync | Fault
+DrafterMessage = Branches | Drafted | Resync | Fault
 LATE = "late"
 INVALID_KINDS = {
     "role": "messages that drafters must not send",
@@ -405,7 +405,7 @@ def _chain_to_prepare(request: Request) -> tuple[int, ...] | None:
 def _invalid_kind(tasks: RequestTasks, message: DrafterMessage, vocab: int) -> str:
     """Returns the kind of an invalid message, or LATE; empty: it is valid."""
     match message:
-        case Fault() | Prefilled() | Resync():
+        case Fault() | Resync():
             return "round" if message.epoch > max(tasks)[0] else ""
     round_key = message.epoch, message.round
     sent = tasks.get(round_key)

@@ -20,7 +20,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Branches, Drafted, DraftWork, RoundRecord, Span, Timings
 from outrider.protocol.schema import MAX_SERIAL, Origin
-from outrider.protocol.stats import Durations
+from outrider.protocol.stats import DURATION_BOUNDS_MS, Durations
 
 if TYPE_CHECKING:
     from outrider.orchestrator.core.request import Request, SettledRound
@@ -29,25 +29,14 @@ log = logging.getLogger(__name__)
 
 TARGET_DRAFTER_TRACK = "target's drafter"
 """The track of an in-process drafter, in the target's process."""
-# A request reports at most this many single turnarounds; the sums include all.
-MAX_TURNAROUNDS = 10_000
 # The latest rounds, which may turn out not to count.
 MAX_RECENT_ROUNDS = 64
 # A round's report names at most this much work of drafters, so that no drafter makes it too large to be sent.
 MAX_REPORTED_WORKS = 2048
-BUCKET_BOUNDS_MS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000)
-_BUCKET_BOUNDS_NS = tuple(int(bound * MILLISECOND_NS) for bound in BUCKET_BOUNDS_MS)
+_DURATION_BOUNDS_NS = tuple(int(bound * MILLISECOND_NS) for bound in DURATION_BOUNDS_MS)
 ORCHESTRATOR_TRACK = "orchestrator"
 TARGET_TRACK = "target"
 MAX_TRACE_EVENTS = 1 << 20
-SOURCE_NAMES = {
-    Origin.TARGET: "none",
-    Origin.PREPARED: "cache",
-    Origin.DRAFTED: "drafter",
-    Origin.COPIED: "ngram",
-    Origin.HEAD: "head",
-}
-"""The source of a proposal in records of rounds and in the trace."""
 TRACE_BUFFER_BYTES = 1 << 16
 
 
@@ -82,7 +71,6 @@ class RoundSums:
     verify_ns: int = 0
     idle_ns: int = 0
     last_ns: int = 0
-    turnarounds_ns: list[int] = field(default_factory=list)
     drafted_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
     hits_at: Counter[int] = field(default_factory=Counter)
@@ -92,10 +80,7 @@ class RoundSums:
     accepted_by_origin: Counter[Origin] = field(default_factory=Counter)
 
     def add(self, entry: RoundEntry, max_tokens: int) -> None:
-        """Adds a round; only its first `max_tokens` tokens count, and no drafted token after them.
-
-        The target's idle time before the verify of a hit that was served at once is a turnaround.
-        """
+        """Adds a round; only its first `max_tokens` tokens count, and no drafted token after them."""
         proposal, kept = entry.proposal, min(entry.kept, max_tokens)
         drafted, depth = len(proposal.chain), proposal.depth
         if kept <= len(entry.nodes):
@@ -119,8 +104,6 @@ class RoundSums:
         self.verify_ns += entry.verify_ns
         self.idle_ns += entry.idle_ns
         self.last_ns = entry.ended_ns
-        if proposal.lookup is Lookup.HIT and entry.verify_ns and len(self.turnarounds_ns) < MAX_TURNAROUNDS:
-            self.turnarounds_ns.append(entry.idle_ns)
 
 
 @dataclass(slots=True)
@@ -138,8 +121,7 @@ class RequestMetrics:
     resumed: int = 0
     rejoined: int = 0
     remote_prefill_tokens: int = 0
-    _cached: int = 0
-    _draft_cached: int = 0
+    cached_tokens: int = 0
     _peaks: dict[str, int] = field(default_factory=dict)
     _sums: RoundSums = field(default_factory=RoundSums)
     _recent: dict[int, RoundEntry] = field(default_factory=dict)
@@ -182,7 +164,7 @@ class RequestMetrics:
         return RoundRecord(
             round=ended.number,
             lookup=proposal.lookup.value,
-            source=SOURCE_NAMES[proposal.source],
+            source=proposal.source.name.lower(),
             drafted=len(proposal.chain),
             accepted=min(outcome.accepted, kept),
             tokens=kept,
@@ -195,20 +177,13 @@ class RequestMetrics:
         """Returns a span in nanoseconds since the request began."""
         return Span(max(span.started_ns - self.admitted_ns, 0), max(span.ended_ns - self.admitted_ns, 0))
 
-    def on_cached(self, tokens: int, drafter: bool) -> None:
-        """Records how many prompt tokens the target, or a drafter, had in its cache; the first report counts."""
-        if drafter:
-            self._draft_cached = self._draft_cached or tokens
-        else:
-            self._cached = self._cached or tokens
-
     def on_peak_memory(self, worker: str, peak_bytes: int) -> None:
         """Records the peak memory of a worker."""
         self._peaks[worker] = max(self._peaks.get(worker, 0), peak_bytes)
 
     def timings(self, prompt_n: int, predicted_n: int) -> Timings:
         """Returns the timings of the rounds up to token `predicted_n`."""
-        sums, cached = deepcopy(self._sums), min(self._cached, prompt_n)
+        sums, cached = deepcopy(self._sums), min(self.cached_tokens, prompt_n)
         for entry in self._recent.values():
             if sums.tokens < predicted_n:
                 sums.add(entry, predicted_n - sums.tokens)
@@ -221,7 +196,6 @@ class RequestMetrics:
             prompt_n=prompt_n - cached,
             cache_n=cached,
             prefill_n=min(self.remote_prefill_tokens, prompt_n - cached),
-            draft_cache_n=min(self._draft_cached, prompt_n),
             prompt_ms=max(self.first_ns - self.admitted_ns, 0) / MILLISECOND_NS,
             predicted_n=predicted_n,
             predicted_ms=predicted_ms,
@@ -242,7 +216,6 @@ class RequestMetrics:
             drafted_by_position=tuple(sums.drafted_at[i] for i in positions),
             looked_up_by_accepted=tuple(sums.hits_at[k] + sums.misses_at[k] for k in looked_up),
             hits_by_accepted=tuple(sums.hits_at[k] for k in looked_up),
-            turnaround_ms=tuple(ns / MILLISECOND_NS for ns in sums.turnarounds_ns),
             verify_ms=sums.verify_ns / MILLISECOND_NS,
             idle_ms=sums.idle_ns / MILLISECOND_NS,
             peak_bytes=min(sum(self._peaks.values()), MAX_SERIAL),
@@ -258,17 +231,15 @@ class DurationHistogram:
     lacks the newest at worst."""
 
     def __init__(self) -> None:
-        self._counts = [0] * (len(_BUCKET_BOUNDS_NS) + 1)
+        self._counts = [0] * (len(_DURATION_BOUNDS_NS) + 1)
         self._nanoseconds = 0
 
     def add(self, nanoseconds: int) -> None:
-        self._counts[bisect_left(_BUCKET_BOUNDS_NS, nanoseconds)] += 1
+        self._counts[bisect_left(_DURATION_BOUNDS_NS, nanoseconds)] += 1
         self._nanoseconds += nanoseconds
 
     def snapshot(self) -> Durations:
-        """Returns the buckets and the sum, in seconds."""
-        bounds = tuple(bound / 1000 for bound in BUCKET_BOUNDS_MS)
-        return Durations(bounds, tuple(self._counts), self._nanoseconds / SECOND_NS)
+        return Durations(tuple(self._counts), self._nanoseconds / SECOND_NS)
 
 
 class Trace:
@@ -382,11 +353,11 @@ class RoundMetrics:
         if self._trace.enabled:
             number, proposal, chain = ended.number, ended.proposal, ended.proposal.chain
             if ended.decided is not None and not proposal.draft:
-                name = name_round(proposal.lookup.value, SOURCE_NAMES[proposal.source])
+                name = name_round(proposal.lookup.value, proposal.source.name.lower())
                 self._mark(name, ended.decided.ended_ns, number, chain)
             if outcome.drafted is not None:  # its chain has a track of its own
                 source = proposal.source if chain else Origin.TARGET
-                self._mark(SOURCE_NAMES[source], outcome.work.started_ns, number, chain)
+                self._mark(source.name.lower(), outcome.work.started_ns, number, chain)
                 self._trace.add(TARGET_DRAFTER_TRACK, "chain", outcome.drafted.span, tokens=len(chain), round=number)
             accepted = Counter(origin.name.lower() for origin in proposal.origins(ended.nodes)[:-1][: len(ended.kept)])
             name, args = f"verify {len(chain) + 1}", {"accepted": outcome.accepted, "by": dict(accepted)}
@@ -400,6 +371,6 @@ class RoundMetrics:
 
 def name_round(lookup: str, source: str) -> str:
     """Returns what a round verifies, in words: its lookup's result, or else its chain's source (see `RoundRecord`)."""
-    if lookup == Lookup.NONE.value or source == SOURCE_NAMES[Origin.DRAFTED]:
+    if lookup == Lookup.NONE.value or source == Origin.DRAFTED.name.lower():
         return source
     return Lookup.HIT.value if lookup == Lookup.GROWN.value else lookup

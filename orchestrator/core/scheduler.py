@@ -189,7 +189,7 @@ class Scheduler:
             case messages.Drafted():
                 self._on_drafted(request, sender, message, now_ns)
             case messages.Prefilled():
-                self._on_prefilled(request, message, sender in request.draft.drafters, now_ns)
+                self._on_prefilled(request, message, now_ns)
             case messages.Resync():
                 self._on_resync(request, sender, now_ns)
             case messages.Fault() if sender in request.draft.drafters:
@@ -197,11 +197,9 @@ class Scheduler:
             case messages.Fault():
                 self._fail(request, message.message)
 
-    def _on_prefilled(self, request: Request, message: messages.Prefilled, of_drafter: bool, now_ns: int) -> None:
-        if message.cached and not request.round.epoch:
-            request.metrics.on_cached(message.cached, of_drafter)
-        if of_drafter:
-            return
+    def _on_prefilled(self, request: Request, message: messages.Prefilled, now_ns: int) -> None:
+        if not request.round.epoch:
+            request.metrics.cached_tokens = request.metrics.cached_tokens or message.cached
         request.sequence.last_heard_ns = now_ns
         self._remote_prefills.on_progress(request, message)
         if not request.generated:

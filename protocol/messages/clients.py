@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import add
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Self
 
 from msgspec import Meta, field
+from msgspec.structs import replace
 
 from outrider.protocol.messages.rounds import RequestMessage, Span
 from outrider.protocol.messages.workers import WorkerInfo
@@ -27,7 +27,7 @@ from outrider.protocol.schema import (
     Tokens,
     one_of,
 )
-from outrider.protocol.stats import CacheUse, Durations, KvUse, add_counts, add_rows
+from outrider.protocol.stats import CacheUse, Durations, KvUse, StatsRecord
 
 Mode = Annotated[str, one_of("auto", "ar", "sd", "ssd")]
 ClientName = Annotated[str, Meta(max_length=64)]
@@ -36,15 +36,6 @@ Counts = Annotated[dict[Name, Serial], Meta(max_length=MAX_ITEMS)]
 
 ChunkTokens = Many[Token]
 """The tokens of a chunk, in the header: a client that just woke up needs as long for an array as for all the rest."""
-
-FIELD_ADDERS: dict[str, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys(
-        ("accepted_by_position", "drafted_by_position", "looked_up_by_accepted", "hits_by_accepted"), add_rows
-    ),
-    **dict.fromkeys(("draft_n_accepted_by", "draft_n_accepted_from"), add_counts),
-    "peak_bytes": max,
-}
-"""How to add the fields of `Timings` that are not plain sums."""
 
 
 class Generate(RequestMessage, frozen=True):
@@ -112,16 +103,16 @@ class DraftWork(Record, frozen=True):
 class RoundRecord(Record, frozen=True):
     """A round that has ended. Spans are in nanoseconds since the request began.
 
-    `lookup` is the result of looking up the previous outcome in the speculation cache. `source` is where the chain came
-    from. `drafted` tokens were verified, `accepted` of them were accepted, and the round committed `tokens`. `verify`
-    is the target's forward. `decided` runs from the previous outcome until the orchestrator sent the chain, or learned
-    that the target had continued with it; None: the target continued autonomously. `drafting` is the drafters' work
-    that no earlier record reported.
+    `lookup` is the result of looking up the previous outcome in the speculation cache. `source` is the `Origin` of the
+    chain; target: there was none. `drafted` tokens were verified, `accepted` of them were accepted, and the round
+    committed `tokens`. `verify` is the target's forward. `decided` runs from the previous outcome until the
+    orchestrator sent the chain, or learned that the target had continued with it; None: the target continued
+    autonomously. `drafting` is the drafters' work that no earlier record reported.
     """
 
     round: Serial
     lookup: Annotated[str, one_of("none", "hit", "grown", "late", "miss")]
-    source: Annotated[str, one_of("none", "cache", "drafter", "ngram", "head")]
+    source: Annotated[str, one_of("target", "prepared", "drafted", "copied", "head")]
     drafted: Count
     accepted: Count
     tokens: Count
@@ -148,11 +139,11 @@ class TextChunk(RequestMessage, frozen=True):
     prompt_logprobs: Logprobs | None = None
 
 
-class Timings(Record, frozen=True):
+class Timings(StatsRecord, frozen=True):
     """Measurements of a request, named as llama.cpp names them; times in milliseconds. Tokens past the end don't count.
 
     - Prompt: `cache_n` tokens came from the target's prompt cache, `prompt_n` were read, `prefill_n` of these by a
-      prefill worker. `draft_cache_n` came from a drafter's prompt cache.
+      prefill worker.
     - Chains: `draft_n` tokens were verified in `draft_rounds` rounds with a chain, `ngram_chains` of them of n-grams;
       `draft_n_accepted` were accepted. `..._by_position` count both by position. `rounds` counts every verify.
     - Speculation cache: `cache_hits` and `cache_misses` count lookups; a hit found its branch in time. In `cache_late`
@@ -162,7 +153,7 @@ class Timings(Record, frozen=True):
     - `draft_n_accepted_by` counts accepted tokens by drafter, `draft_n_accepted_from` by `Origin`.
     - `queue_ms` is the time in the queue, `prompt_ms` that from admission to the first token, `predicted_ms` that from
       there to the last of `predicted_n` tokens; `predicted_per_second` is their rate, without the first. `verify_ms` is
-      the target's time in verifies, `idle_ms` that between them, `turnaround_ms` the idle time before each hit.
+      the target's time in verifies, `idle_ms` that between them.
     - `peak_bytes` is the peak memory of the target and its drafters, weights included: on a GPU MLX's, since the
       request, or the first of those that ran with it, began; on a CPU each process's, since its start.
     - `resumed` counts continuations on a new target, `rejoined` the drafters that came back during the text.
@@ -170,7 +161,6 @@ class Timings(Record, frozen=True):
 
     prompt_n: Serial = 0
     cache_n: Serial = 0
-    draft_cache_n: Serial = 0
     queue_ms: Real = 0.0
     prompt_ms: Real = 0.0
     predicted_n: Serial = 0
@@ -192,7 +182,6 @@ class Timings(Record, frozen=True):
     drafted_by_position: Many[Serial] = ()
     looked_up_by_accepted: Many[Serial] = ()
     hits_by_accepted: Many[Serial] = ()
-    turnaround_ms: Many[Real] = ()
     verify_ms: Real = 0.0
     idle_ms: Real = 0.0
     peak_bytes: Serial = 0
@@ -202,17 +191,13 @@ class Timings(Record, frozen=True):
     prefill_n: Serial = 0
     draft_n_accepted_from: Counts = field(default_factory=dict)
 
-    def __add__(self, other: Timings) -> Timings:
-        """Adds counts and times; rates are weighted by their times, and the peak is the larger one.
-
-        Turnarounds are left out, since they belong to one request.
-        """
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in self.__struct_fields__}
-        del pairs["turnaround_ms"]
-        sums: dict[str, Any] = {name: FIELD_ADDERS.get(name, add)(*pair) for name, pair in pairs.items()}
-        tokens = sum(timings.predicted_per_second * timings.predicted_ms for timings in (self, other))
-        sums["predicted_per_second"] = tokens / sums["predicted_ms"] if sums["predicted_ms"] > 0 else 0.0
-        return Timings(**sums)
+    def __add__(self, other: Self) -> Self:
+        """Adds counts and times; rates are weighted by their times, and the peak is the larger one."""
+        found = super().__add__(other)
+        tokens = sum(one.predicted_per_second * one.predicted_ms for one in (self, other))
+        rate = tokens / found.predicted_ms if found.predicted_ms > 0 else 0.0
+        peak_bytes = max(self.peak_bytes, other.peak_bytes)
+        return replace(found, predicted_per_second=rate, peak_bytes=peak_bytes)
 
 
 class Done(RequestMessage, frozen=True):

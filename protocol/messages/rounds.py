@@ -360,10 +360,9 @@ class PromptKv(EpochMessage, frozen=True):
 
 
 class Prefilled(EpochMessage, frozen=True):
-    """Worker -> orchestrator: how much of a long prompt the target has read.
+    """Target -> orchestrator: how much of a long prompt it has read.
 
-    `cached` is the number of its first tokens that came from the prompt cache; it is reported for short prompts, too,
-    and by drafters, which report nothing else.
+    `cached` is the number of its first tokens that came from the prompt cache; it is reported for short prompts, too.
     """
 
     done: Count

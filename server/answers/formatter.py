@@ -214,10 +214,9 @@ class CompletionFormatter(AnswerFormatter):
 def build_statistics(
     choices: Sequence[ChoiceState], notes: Sequence[str] = (), first: ChoiceState | None = None
 ) -> dict[str, Any]:
-    """Returns `timings`, the sum of all choices without one value per hit, and `outrider`, of `first` or the first."""
+    """Returns `timings`, the sum of all choices, and `outrider`, of `first` or the first."""
     times, result = reduce(add, (choice.result.timings for choice in choices)), (first or choices[0]).result
     found = structs.asdict(times)
-    del found["turnaround_ms"]
     found["prompt_per_second"] = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
     about = schemas.Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
     return {"timings": to_builtins(found), "outrider": about}

@@ -1,12 +1,11 @@
 /** Draws a request's rounds on one clock, with a row for the target, each drafter and the orchestrator. */
 
 const SVG = "http://www.w3.org/2000/svg";
-const FROM = { cache: "prepared", drafter: "drafted", head: "head", ngram: "copied", none: "target" };
 const WORDS = {
-  cache: "a prepared branch",
-  drafter: "a chain drafted on request",
+  prepared: "a prepared branch",
+  drafted: "a chain drafted on request",
   head: "a chain drafted by a head",
-  ngram: "a chain of n-grams, from the text or a table",
+  copied: "a chain of n-grams, from the text or a table",
 };
 const LOOKUPS = { hit: "hit", grown: "hit, after waiting for it to grow", late: "miss: its branch came too late", miss: "miss" };
 const MARKS = { hit: "hit", grown: "hit", late: "late", miss: "miss" };
@@ -100,7 +99,7 @@ class Drawing {
   }
 
   #verify(round) {
-    const from = FROM[round.source];
+    const from = round.source;
     this.#bar(0, round.verify, from, round.tokens, describe(round));
     if (OVERLAYS[from]) this.#add("rect", { fill: `url(#${OVERLAYS[from]})`, rx: 2, ...this.#box(0, round.verify) });
   }

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.latency import Latency
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from tests.bench.virtual_time import VirtualCluster, random_texts
+from tools.latency import Latency
 from tools.simulation.profile import Profile
 
 PAIR = Profile(

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.latency import Latency
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.protocol.messages import Timings
 from tests.bench.virtual_time import VirtualCluster, random_texts
+from tools.latency import Latency
 from tools.simulation.profile import Profile
 
 PAIR = Profile(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.latency import Latency
 from tests.bench.virtual_time import VirtualCluster, random_texts
+from tools.latency import Latency
 from tools.simulation.profile import Profile
 
 VERIFY = Latency(((1, 11.0), (5, 19.0), (13, 36.0)))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.latency import Latency
 from outrider.orchestrator import cli
 from outrider.orchestrator.settings import MAX_DRAFTERS
 from outrider.protocol.errors import InvalidRequest
@@ -24,6 +23,7 @@ from tools.fleet.metrics import Metrics
 from tools.fleet.plan import Fleet, Loss, Scaling, Sizes, Traffic
 from tools.fleet.report import describe_difference, describe_loss, table
 from tools.fleet.simulation import FleetResult, Simulation
+from tools.latency import Latency
 from tools.simulation.profile import Profile
 
 MACHINE = Profile(

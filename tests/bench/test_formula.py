@@ -9,7 +9,6 @@ from msgspec import structs
 
 from outrider.bench.comparison.report import describe_round
 from outrider.bench.comparison.runs import summarize
-from outrider.bench.latency import Latency
 from outrider.protocol.messages import Timings
 from tools.formula import (
     FormulaComparison,
@@ -21,6 +20,7 @@ from tools.formula import (
     round_kinds,
     summarize_timings,
 )
+from tools.latency import Latency
 
 VERIFY = Latency(((1, 10.0), (2, 11.0), (3, 12.0), (4, 13.0)))
 ISOLATED = IsolatedTimes(10.0, VERIFY, Latency(((1, 3.0), (3, 5.0))), Latency(((1, 4.0), (3, 8.0))), 0.5)
@@ -36,46 +36,44 @@ SSD = Timings(
     accepted_by_position=(15, 10, 5),
     looked_up_by_accepted=(8, 5, 5),
     hits_by_accepted=(4, 5, 4),
-    turnaround_ms=(0.4, 0.3, 9.0),
 )
 
 
 def test_rounds_are_counted_by_the_rows_they_verified() -> None:
-    run, found = summarize_timings([SSD, SSD]), summarize([SSD, SSD])
+    run, found = summarize_timings([SSD, SSD], 0.4), summarize([SSD, SSD])
     assert (run.found, run.rows) == (found, (0, 4, 0, 16, 20))
     assert (found.rounds, found.tokens) == (40, 100)
     sums = found.sums
     assert (sums.looked_up_by_accepted, sums.hits_by_accepted, sums.draft_waits) == ((16, 10, 10), (8, 10, 8), 10)
-    assert found.turnaround_ms == pytest.approx(0.4)
 
 
 def test_shares_of_round_kinds_add_up_to_one() -> None:
-    kinds = round_kinds(summarize_timings([SSD]), 3, works_ahead=True)
+    kinds = round_kinds(summarize_timings([SSD], 0.4), 3, works_ahead=True)
     assert sum(kind.share for kind in kinds) == pytest.approx(1.0)
     assert {(kind.rows, kind.ahead) for kind in kinds if not kind.requested} == {(1, 0), (3, 2), (4, 3)}
     assert sum(kind.share for kind in kinds if kind.requested) == pytest.approx(5 / 20)
-    assert {(kind.rows, kind.ahead) for kind in round_kinds(summarize_timings([SSD]), 2, works_ahead=True)} >= {
+    assert {(kind.rows, kind.ahead) for kind in round_kinds(summarize_timings([SSD], 0.4), 2, works_ahead=True)} >= {
         (4, 0),
         (3, 2),
     }
-    assert all(kind.ahead == 0 for kind in round_kinds(summarize_timings([SSD]), 3, works_ahead=False))
+    assert all(kind.ahead == 0 for kind in round_kinds(summarize_timings([SSD], 0.4), 3, works_ahead=False))
 
 
 def test_run_at_isolated_times_reaches_the_predicted_rate() -> None:
     flat = replace(ISOLATED, chain_ms=Latency(((1, 5.0), (3, 5.0))), between_ms=0.4)
-    assert compare_speculative(summarize_timings([SSD]), flat, 3, works_ahead=True).share == pytest.approx(1.0)
+    assert compare_speculative(summarize_timings([SSD], 0.4), flat, 3, works_ahead=True).share == pytest.approx(1.0)
 
 
 def test_slower_verifies_lower_the_share_of_the_prediction() -> None:
     slow = structs.replace(SSD, verify_ms=SSD.verify_ms * 1.1, predicted_ms=SSD.predicted_ms + SSD.verify_ms * 0.1)
-    found = compare_speculative(summarize_timings([slow]), ISOLATED, 3, works_ahead=True)
+    found = compare_speculative(summarize_timings([slow], 0.4), ISOLATED, 3, works_ahead=True)
     assert found.verify_ms / found.verify_alone_ms == pytest.approx(1.1)
-    assert found.share < compare_speculative(summarize_timings([SSD]), ISOLATED, 3, works_ahead=True).share
+    assert found.share < compare_speculative(summarize_timings([SSD], 0.4), ISOLATED, 3, works_ahead=True).share
 
 
 def test_drafting_longer_than_the_verify_lowers_the_prediction() -> None:
     slow_drafter = replace(ISOLATED, ahead_ms=Latency(((1, 20.0), (3, 40.0))))
-    found = summarize_timings([SSD])
+    found = summarize_timings([SSD], 0.4)
     assert (
         compare_speculative(found, slow_drafter, 3, works_ahead=True).predicted
         < compare_speculative(found, ISOLATED, 3, works_ahead=True).predicted
@@ -91,7 +89,7 @@ def test_plain_decoding_is_compared_with_its_isolated_step() -> None:
 
 
 def test_printed_lines_show_costs_ceiling_and_the_share_of_the_prediction() -> None:
-    run = summarize_timings([SSD])
+    run = summarize_timings([SSD], 0.4)
     found = "\n".join(
         [*describe(ISOLATED, [3], 8), format_comparison("ssd K=3", run, compare_speculative(run, ISOLATED, 3, True))]
     )

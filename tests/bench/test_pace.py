@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.bench.latency import Latency
 from outrider.engine.verify import VerifyInput
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.messages import DraftTokens
 from outrider.target_worker.model_runner import ForwardPart, InFlightForward
+from tools.latency import Latency
 from tools.simulation.pace import Pace, sleep_precisely
 from tools.simulation.paced_runner import PacedRunner
 from tools.simulation.profile import TIMES_NOT_KEPT

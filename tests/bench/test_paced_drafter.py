@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.bench.latency import Latency
 from outrider.protocol.sampling import SamplingParams
+from tools.latency import Latency
 from tools.simulation.pace import Pace
 from tools.simulation.profile import Profile
 from tools.simulation.replay import PacedDrafter, ReplayDrafter, Script

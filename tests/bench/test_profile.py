@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.bench.latency import Latency
 from outrider.protocol.errors import InvalidRequest
+from tools.latency import Latency
 from tools.simulation.profile import PROFILES, Profile, Published
 
 GOOD: dict[str, Any] = {

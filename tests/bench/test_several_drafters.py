@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from outrider.bench.latency import Latency
 from outrider.protocol.messages import Timings
 from tests.bench.virtual_time import Machine, VirtualCluster, random_texts
+from tools.latency import Latency
 from tools.simulation.profile import Profile
 
 MACHINE = Profile(

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.latency import Latency
 from outrider.orchestrator.core.policy.constants import POLICY
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.bench.virtual_time import PROMPT_TOKENS, VOCAB, VirtualCluster, random_texts
+from tools.latency import Latency
 from tools.simulation.odds import UNRANKED, TextDraws
 from tools.simulation.profile import PROFILES, Profile
 from tools.simulation.replay import ReplayDrafter, Script

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from outrider.bench.commands import files
 from outrider.bench.commands.overlap import describe, draw_rounds
-from outrider.bench.comparison.runs import Timed, bootstrap, ratio, repeated_share
+from outrider.bench.comparison.runs import Timed, bootstrap, hit_turnarounds, ratio, repeated_share
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.core.metrics import TARGET_DRAFTER_TRACK, TARGET_TRACK, Trace
@@ -123,10 +123,14 @@ def write_trace(path: Path) -> None:
     trace.close()
 
 
-def record(number: int, lookup: str = "hit", source: str = "cache", *drafting: DraftWork) -> RoundRecord:
+def record(number: int, lookup: str = "hit", source: str = "prepared", *drafting: DraftWork) -> RoundRecord:
     start = number * 12_000_000
     work = DraftWork("draft-0", number, 1, 8, Span(start, start + 4_000_000))
     return RoundRecord(number, lookup, source, 3, 2, 3, Span(start, start + 10_000_000), drafting=drafting or (work,))
+
+
+def test_turnaround_is_the_wait_before_the_verify_of_a_hit_that_follows_directly() -> None:
+    assert hit_turnarounds([record(1), record(2, "miss"), record(3), record(5), record(6, "grown")]) == [2.0]
 
 
 def test_trace_has_perfetto_events(tmp_path: Path) -> None:
@@ -149,8 +153,8 @@ def test_the_legend_has_the_colours_of_the_bars() -> None:
     from matplotlib.patches import Patch
 
     kinds = [
-        ("hit", "cache"), ("late", "cache"), ("miss", "none"), ("none", "ngram"), ("miss", "drafter"), ("none", "head"),
-        ("none", "none"), ("grown", "cache"),
+        ("hit", "prepared"), ("late", "prepared"), ("miss", "target"), ("none", "copied"), ("miss", "drafted"),
+        ("none", "head"), ("none", "target"), ("grown", "prepared"),
     ]  # fmt: skip
     rounds = []
     for at, (lookup, source) in enumerate(kinds, 1):
@@ -246,7 +250,7 @@ def test_overlap_is_described_by_rounds_of_ssd_and_of_sd() -> None:
     def drafted(number: int) -> RoundRecord:
         start = number * 12_000_000
         return record(
-            number, "hit", "cache", DraftWork("draft-0", number, 1, 8, Span(start - 1_000_000, start + 3_000_000))
+            number, "hit", "prepared", DraftWork("draft-0", number, 1, 8, Span(start - 1_000_000, start + 3_000_000))
         )
 
     alone = [structs.replace(record(n), verify=Span(0, 8_000_000)) for n in range(1, 20)]

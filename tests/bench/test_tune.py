@@ -23,7 +23,6 @@ from outrider.bench.comparison.arms import (
     list_arms,
     measure_arms,
 )
-from outrider.bench.latency import Latency
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.forecasts import Arm
@@ -33,10 +32,14 @@ from outrider.protocol import clock
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import DraftWork, RoundRecord, Span, Timings
 from outrider.protocol.sampling import SamplingParams
+from tools.latency import Latency
 
 MS = 1_000_000
 TEXTS = [(1, 2, 3), (4, 5), (6, 7, 8), (9,)]
 WORKER = list_arms(True, ())
+
+
+TURNAROUND_MS = 0.4
 
 
 def curve(*points: tuple[int, float]) -> Latency:
@@ -71,25 +74,30 @@ class Machine:
         chain_ms = depth * self.step_ms if mode == "sd" else 0.0
         round_ms = verify_ms if mode == "ar" else verify_ms + chain_ms + (0.5 if not drafter else 0.0)
         self.now_ns += int(count * round_ms * MS)
-        record = RoundRecord(
-            1, "none", "none", depth, accepted, accepted + 1, Span(0, int(verify_ms * MS)),
-            Span(0, int((chain_ms + 0.5) * MS)), tuple(self._drafting(mode, depth, branches or 0, drafter)),
-        )  # fmt: skip
-        hits = round(count * self.hits)
+        hits = round(count * self.hits) if mode == "ssd" else 0
+        begins = [int(number * (verify_ms + TURNAROUND_MS) * MS) for number in range(count + 1)]
+        records = [
+            RoundRecord(
+                number, "hit" if number <= hits else "none", "target", depth, accepted, accepted + 1,
+                Span(begins[number], begins[number] + int(verify_ms * MS)), Span(0, int((chain_ms + 0.5) * MS)),
+                tuple(self._drafting(number, mode, depth, branches or 0, drafter)),
+            )
+            for number in range(1, count + 1)
+        ]  # fmt: skip
         timings = Timings(
             predicted_n=count * (accepted + 1) + 1, predicted_ms=count * round_ms, rounds=count + 1,
             predicted_per_second=1000 * (accepted + 1) / round_ms,
             accepted_by_position=tuple(count * (i < accepted) for i in range(depth)),
             drafted_by_position=(count,) * depth, looked_up_by_accepted=(count,) * (mode == "ssd"),
-            hits_by_accepted=(hits,) * (mode == "ssd"), turnaround_ms=(0.4,) * hits if mode == "ssd" else (),
+            hits_by_accepted=(hits,) * (mode == "ssd"),
         )  # fmt: skip
-        return Stream((RoundRecord(0, "none", "none", 0, 0, 1, Span(0, 99 * MS)), *[record] * count), timings)
+        return Stream((RoundRecord(0, "none", "target", 0, 0, 1, Span(0, 99 * MS)), *records), timings)
 
-    def _drafting(self, mode: str, depth: int, branches: int, drafter: str) -> Iterator[DraftWork]:
+    def _drafting(self, number: int, mode: str, depth: int, branches: int, drafter: str) -> Iterator[DraftWork]:
         if mode == "sd" and depth:
-            yield DraftWork(drafter or "draft-0", 1, depth, 0, Span(0, int(depth * self.step_ms * MS)))
+            yield DraftWork(drafter or "draft-0", number, depth, 0, Span(0, int(depth * self.step_ms * MS)))
         for at in range(1, depth + 1) if mode == "ssd" else ():
-            yield DraftWork("draft-0", 1, at, branches, Span(0, int((9 if at == 1 else 2) * self.step_ms * MS)))
+            yield DraftWork("draft-0", number, at, branches, Span(0, int((9 if at == 1 else 2) * self.step_ms * MS)))
 
 
 class Stream:
@@ -132,13 +140,12 @@ def test_every_k_and_b_is_measured_in_turn() -> None:
 def test_measured_costs_equal_those_of_the_scripted_rounds() -> None:
     found = measure(Machine())
     assert found.step_ms == pytest.approx(10.0)
-    assert found.verify_ms.points == tuple(
-        (rows, pytest.approx(Machine().verify(rows))) for rows in (1, 2, 3, 5, 7, 16)
-    )
-    assert found.chain_ms.points == tuple((k, pytest.approx(2 * k + 0.5)) for k in (*DEPTHS, WIDE_DEPTH))
+    assert found.verify_ms == {rows: pytest.approx(Machine().verify(rows)) for rows in (1, 2, 3, 5, 7, 16)}
+    assert list(found.verify_ms) == sorted(found.verify_ms)
+    assert found.chain_ms == {k: pytest.approx(2 * k + 0.5) for k in (*DEPTHS, WIDE_DEPTH)}
     assert found.link_ms == pytest.approx(0.5)
-    assert found.tree_ms.points == tuple((b, pytest.approx(4.0)) for b in BRANCHES)  # without each round's first
-    assert found.turnaround_ms == pytest.approx(0.4)
+    assert found.tree_ms == {b: pytest.approx(4.0) for b in BRANCHES}  # without each round's first
+    assert found.turnaround_ms == pytest.approx(TURNAROUND_MS)
     assert measure(Machine(hits=0.0)).turnaround_ms == 0.3
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -159,7 +158,7 @@ def test_command_names_the_blas_that_workers_use(
 ) -> None:
     monkeypatch.setattr(doctor_command.system, "needs_openblas", lambda: platform == "linux")
     monkeypatch.setattr(doctor_command.system, "find_openblas", lambda: library)
-    report = {"machine": dataclasses.asdict(doctor.inspect_machine()), "model": "draft", "placements": []}
+    report = {"machine": doctor.inspect_machine(), "model": "draft", "placements": []}
     assert f"BLAS         {shown}" in doctor_command._format_report(report)
 
 

@@ -26,7 +26,6 @@ from outrider.protocol.messages import (
     KvMemory,
     Message,
     Open,
-    Prefilled,
     Resync,
     Shutdown,
 )
@@ -264,8 +263,8 @@ def test_prompt_closed_while_it_is_read_frees_its_row_and_caches_what_was_read(
     closed: Any = worker_under_test.drafter.trees[0]
     assert closed.kv_rows.sequence.row < 0, "its row is not free"
     worker_under_test.finish(begin(4000, "s"))
-    (prefilled,) = worker_under_test.sent(Prefilled)
-    assert (prefilled.request, prefilled.cached) == ("s", PIECE) and worker_under_test.columns() == TEXT[:4000]
+    use = worker_under_test.drafter.inner.prompt_cache.use
+    assert (use.hits, use.tokens_saved) == (1, PIECE) and worker_under_test.columns() == TEXT[:4000]
 
 
 def test_prompts_with_a_common_beginning_are_read_once(worker_under_test: WorkerUnderTest) -> None:
@@ -273,7 +272,8 @@ def test_prompts_with_a_common_beginning_are_read_once(worker_under_test: Worker
     worker_under_test.finish(KvMemory(1 << 30))
     begin_reading(worker_under_test, begin(3000, "s"), begin(3500, "t"))
     worker_under_test.finish()
-    assert {m.request: m.cached for m in worker_under_test.sent(Prefilled)} == {"s": 2999, "t": 3499}
+    use = worker_under_test.drafter.inner.prompt_cache.use
+    assert (use.hits, use.tokens_saved) == (2, 2999 + 3499)
     assert [len(worker_under_test.columns(tree)) for tree in range(3)] == [4000, 3000, 3500]
 
 

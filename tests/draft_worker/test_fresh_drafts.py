@@ -36,7 +36,6 @@ from outrider.protocol.messages import (
     KvMemory,
     Message,
     Open,
-    Prefilled,
     Resync,
 )
 from outrider.protocol.sampling import SamplingParams
@@ -125,7 +124,7 @@ class Stories:
     """A worker with random requests. `compared`: the number of tokens that a fresh drafter was asked for."""
 
     def __init__(self, make: MakeDrafter, samplings: Sequence[dict[str, Any]], seed: int) -> None:
-        self.compared = self.hits = self.cached = self._count = 0
+        self.compared = self.hits = self._count = 0
         self._rng, self._samplings = random.Random(seed), samplings
         self._link, self._fresh = FakeLink("draft-0"), make()
         self._worker = DraftWorker(self._link, make(), FAN_OUT_POLICIES["best-first"], compiler=Compiler())  # type: ignore[arg-type]
@@ -255,8 +254,6 @@ class Stories:
 
     def _receive(self, message: Message) -> None:
         assert not isinstance(message, Fault), message
-        if isinstance(message, Prefilled):
-            self.cached += message.cached
         if not isinstance(message, Branches | Drafted | Resync):
             return
         story = self._stories.get(message.request)

@@ -199,12 +199,12 @@ def test_tree_from_a_warm_cache_equals_that_from_a_cold_one(loaded: Loaded, form
     first.close()
     assert cache.use.entries == 1
     warm, cold = opened(line, cache), opened(line, None)
-    assert warm.cached == 41 and column_tokens(warm) == line == column_tokens(cold)
+    assert cache.use.tokens_saved == 41 and column_tokens(warm) == line == column_tokens(cold)
     distance = mx.abs(warm.scores(warm.root) - cold.scores(cold.root)).max()
     assert float(distance.item()) < 1e-3
     if form is not RecurrentKVRows:
-        beside = opened([*line[:50], 1, 1], cache)
-        assert beside.cached == 50, "lent by the tree that still grows"
+        opened([*line[:50], 1, 1], cache)
+        assert cache.use.tokens_saved == 41 + 50, "lent by the tree that still grows"
 
 
 def test_failed_tree_is_not_kept(loaded: Loaded) -> None:

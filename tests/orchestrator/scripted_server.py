@@ -45,7 +45,7 @@ class ScriptedCore:
     """Answers each Admit with the events that `on_admit` returns, and each Stop with RequestEnded."""
 
     def stats(self, stats: Stats) -> Stats:
-        rounds = Durations((0.1,), (3, 1), 2.0)
+        rounds = Durations((3, 1), 2.0)
         rejected = stats.rejected_frames + 2
         return structs.replace(
             stats, stale_messages=3, rejected_frames=rejected, dropped_branches=1, round_seconds=rounds

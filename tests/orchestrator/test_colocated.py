@@ -220,5 +220,5 @@ def test_trace_has_each_chain_with_its_drafting() -> None:
     tracks = [track for track, name in target.trace.names if name == "chain"]
     assert tracks == ["target's drafter"] * 20
     assert (
-        target.trace.names.count(("orchestrator", "drafter")) == 19
+        target.trace.names.count(("orchestrator", "drafted")) == 19
     )  # the last round has room for its bonus token only

@@ -119,8 +119,9 @@ CASES: dict[str, tuple[Message, str]] = {
     "the requested branches": (GOOD, ""),
     "fewer branches than requested": (replace(GOOD, entries=()), ""),
     "the requested chain": (DRAFT, ""),
-    "progress of the prompt": (Prefilled("r", 2, 3, 40), ""),
-    "progress of an earlier epoch": (Prefilled("r", 1, 3, 40), LATE),
+    "progress of the prompt, which only the target reports": (Prefilled("r", 2, 3, 40), "role"),
+    "a resync": (Resync("r", 2), ""),
+    "a resync of an earlier epoch": (Resync("r", 1), LATE),
     "an old round": (replace(GOOD, round=1), LATE),
     "an earlier epoch": (replace(GOOD, epoch=1), LATE),
     "an unknown request": (replace(GOOD, request="x"), "request"),
@@ -173,8 +174,8 @@ def test_drafter_without_a_task_may_report_and_nothing_else(cluster: ValidatingC
     validator, request = SentTasks(), cluster.rounds._requests["r"]
     validator.record("draft-0", Open("r", 2, 9, np.array(TEXT[:40], np.int32), SamplingParams()))
     request.round.epoch = 2
-    reports = [Prefilled("r", 2, 3, 40), Resync("r", 2), Fault("r", "no more of this", epoch=2)]
-    assert [validator.refusal(request, False, "draft-0", message, VOCABULARY) for message in reports] == [""] * 3
+    reports = [Resync("r", 2), Fault("r", "no more of this", epoch=2)]
+    assert [validator.refusal(request, False, "draft-0", message, VOCABULARY) for message in reports] == [""] * 2
     for answer in (GOOD, replace(DRAFT, request="r")):
         assert validator.refusal(request, False, "draft-0", answer, VOCABULARY) == "round"
     assert validator.refusal(request, False, "draft-0", Resync("r", 3), VOCABULARY) == "round"

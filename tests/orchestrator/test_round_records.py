@@ -44,7 +44,7 @@ def test_round_record_has_its_chain_and_times_since_the_start() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
     hit = Proposal((1, 2), Origin.PREPARED, Lookup.HIT)
     found = report(metrics, 3, hit, outcome(3, 1, Span(1_050, 1_090)), 2, Span(BEGAN + 40, BEGAN + 45))
-    assert (found.round, found.lookup, found.source) == (3, "hit", "cache")
+    assert (found.round, found.lookup, found.source) == (3, "hit", "prepared")
     assert (found.drafted, found.accepted, found.tokens) == (2, 1, 2)
     assert found.verify == Span(50, 90) and found.decided == Span(40, 45)
 
@@ -79,10 +79,10 @@ def test_in_process_chain_is_reported_as_draft_work() -> None:
 def test_round_in_which_a_drafter_found_nothing_has_no_source() -> None:
     metrics = RequestMetrics(BEGAN, reports=True)
     looked = Proposal((), Origin.COPIED, autonomous=True, draft=InProcess(8, NGRAM), drafter=NGRAM)
-    assert report(metrics, 1, looked, outcome(1, 0, Span(1_000, 1_050)), 1).source == "none"
+    assert report(metrics, 1, looked, outcome(1, 0, Span(1_000, 1_050)), 1).source == "target"
     assert metrics.timings(1, 1).ngram_chains == 0
     copied = Proposal((4,), Origin.COPIED, autonomous=True, draft=InProcess(8, NGRAM), drafter=NGRAM)
-    assert report(metrics, 2, copied, outcome(2, 1, Span(1_050, 1_100)), 2).source == "ngram"
+    assert report(metrics, 2, copied, outcome(2, 1, Span(1_050, 1_100)), 2).source == "copied"
     assert metrics.timings(1, 3).ngram_chains == 1
 
 

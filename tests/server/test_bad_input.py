@@ -363,7 +363,7 @@ def test_every_origin_of_a_token_and_every_source_of_a_chain_is_documented(ask: 
     assert not [one.name for one in Origin if one.name.lower() not in origins]
     page = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
     sources = page.partition("| `source` |")[2].partition("\n")[0]
-    assert not [one for one in ("none", "cache", "drafter", "ngram", "head") if f"`{one}`" not in sources]
+    assert not [one for one in ("target", "prepared", "drafted", "copied", "head") if f"`{one}`" not in sources]
 
 
 def test_an_unknown_path_or_method_is_refused(ask: Ask) -> None:

@@ -132,6 +132,7 @@ def test_counters_equal_the_timings_of_the_answers(pair: RunningServer) -> None:
     assert grew("request_decode_time_seconds_sum") == pytest.approx(total("predicted_ms") / 1000)
     # Each request's rounds but the first, which reads the prompt; one at a time, a forward has one outcome.
     rounds = total("rounds") - len(answers)
+    assert ("round_duration_seconds_bucket", frozenset({("le", "0.0005")})) in after
     assert grew("round_duration_seconds_count") == grew("verify_duration_seconds_count") == rounds
     assert grew("verify_duration_seconds_sum") == pytest.approx(total("verify_ms") / 1000)
 

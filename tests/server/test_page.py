@@ -157,7 +157,15 @@ def test_timeline_has_a_row_per_process_and_a_round_slider(visit: Open, pair: Ru
 def test_work_without_a_draft_is_not_shown_as_one_on_request(visit: Open) -> None:
     page, span = visit(), {"start_ms": 1, "ms": 9}
     work = {"drafter": "draft-0", "round": 0, "depth": 0, "branches": 0, **span}
-    record = {"round": 0, "lookup": "none", "source": "none", "drafted": 0, "accepted": 0, "tokens": 1, "decided": None}
+    record = {
+        "round": 0,
+        "lookup": "none",
+        "source": "target",
+        "drafted": 0,
+        "accepted": 0,
+        "tokens": 1,
+        "decided": None,
+    }
     event = {"choices": [{"delta": {}, "speculation": {"rounds": [{**record, "verify": span, "drafting": [work]}]}}]}
     body = f"data: {json.dumps(event)}\n\n{stream_of(['a'])}"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))

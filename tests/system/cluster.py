@@ -70,7 +70,7 @@ MIXED = Schedule(turns=(0, 1, 2, 3, 5, UNTIL_IDLE), late=0.2, impatient=0.2)
 
 
 class Recorder(Trace):
-    """Records the source of each round's chain (hit, miss, drafter, ngram, none), and the accepted tokens by origin."""
+    """Records what each round verifies (`name_round`), and the accepted tokens by origin."""
 
     def __init__(self) -> None:
         super().__init__(None)

@@ -70,7 +70,7 @@ def test_text_equals_plain_decoding(
     assert (run.reason, run.timings.predicted_n) == ("length", LENGTH)
     check_chains_fit(run)
     if mode == "sd" and not ngrams:
-        assert run.sources["drafter"] == run.timings.draft_rounds > 0
+        assert run.sources["drafted"] == run.timings.draft_rounds > 0
 
 
 @every_sampling
@@ -177,8 +177,8 @@ def test_ngrams_and_drafter_both_draft_repetitive_text(make_cluster: Make) -> No
     run = make_cluster(None, colocated="random", config=LOOPING_CONFIG, depth=4).run(
         PROMPT, SamplingParams(max_tokens=200), "sd"
     )
-    assert min(run.sources["ngram"], run.sources["drafter"]) > 3
-    assert run.timings.ngram_chains == run.sources["ngram"]
+    assert min(run.sources["copied"], run.sources["drafted"]) > 3
+    assert run.timings.ngram_chains == run.sources["copied"]
 
 
 def test_target_is_asked_less_often_when_no_ngrams_match(make_cluster: Make) -> None:
@@ -209,7 +209,7 @@ def test_residual_texts_have_the_targets_distribution(make_cluster: Make, saguar
         cluster = make_cluster(None, target=markov(TABLE), colocated=markov(OTHER), depth=3, ngrams=mode == "auto")
         runs.append(cluster.run([0, 1, 2], replace(sampling, seed=7919 * i + 3), mode))
     assert min(p_values([[2, *run.tokens] for run in runs], TABLE)) > 1e-3
-    assert sum(run.sources["drafter"] for run in runs) > 50
+    assert sum(run.sources["drafted"] for run in runs) > 50
 
 
 def test_wrong_q_is_detected_by_the_distribution_check(make_cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,13 +51,13 @@ class Path:
 IMPATIENT = Schedule((0,), impatient=1.0)
 HITS = {"full_depth": True, "branches": 12, "ngrams": False, "depth": 2}
 PATHS = {
-    "ar": Path("ar", "none", {}),
+    "ar": Path("ar", "target", {}),
     "hit": Path("ssd", "hit", {**HITS, "schedule": AMPLE}),
     "shallow hit": Path("ssd", "hit", {**HITS, "full_depth": False, "schedule": Schedule(turns=(2,))}, share=0.3),
-    "miss, then asked": Path("ssd", "drafter", {"branches": 1, "schedule": SLOW, "ngrams": False}, share=0.5),
+    "miss, then asked": Path("ssd", "drafted", {"branches": 1, "schedule": SLOW, "ngrams": False}, share=0.5),
     "miss, then alone": Path("ssd", "miss", {"branches": 1, "schedule": IMPATIENT, "ngrams": False}, share=0.3),
-    "sd": Path("sd", "drafter", {"ngrams": False}),
-    "n-gram": Path("ssd", "ngram", {}, drafts=False),
+    "sd": Path("sd", "drafted", {"ngrams": False}),
+    "n-gram": Path("ssd", "copied", {}, drafts=False),
     "any": Path("ssd", "hit", {"schedule": MIXED, "branches": 4}, share=0.2),
 }
 

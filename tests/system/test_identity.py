@@ -118,7 +118,7 @@ def test_settings_of_the_matrix_exercise_every_path(make_cluster: Make) -> None:
             run = cluster.run(PROMPT, sampling, "ssd")
             seen += run.sources
             accepted.update(dict(enumerate(run.timings.accepted_by_position)))
-    assert min(seen[source] for source in ("hit", "miss", "drafter")) > 5
+    assert min(seen[source] for source in ("hit", "miss", "drafted")) > 5
     assert all(accepted[position] > 5 for position in range(3))
 
 

@@ -72,12 +72,12 @@ HITS = {"full_depth": True, "branches": 12, "ngrams": False, "depth": 2}
 PATHS = {
     "hit": Path("ssd", "hit", "drawn", HITS),
     "shallow hit": Path("ssd", "hit", "drawn", {**HITS, "full_depth": False, "schedule": ONE_STEP}, share=0.3),
-    "miss": Path("ssd", "drafter", "drawn", {"branches": 1, "schedule": SLOW, "ngrams": False}),
-    "sd": Path("sd", "drafter", "drawn", {"ngrams": False}),
+    "miss": Path("ssd", "drafted", "drawn", {"branches": 1, "schedule": SLOW, "ngrams": False}),
+    "sd": Path("sd", "drafted", "drawn", {"ngrams": False}),
     "saguaro": Path("ssd", "hit", "drawn", {**HITS, "branches": 6}, sampling=replace(SAMPLING, saguaro=0.3), share=0.5),
-    "n-gram": Path("ssd", "ngram", "DraftTokens", {}, "none"),
+    "n-gram": Path("ssd", "copied", "DraftTokens", {}, "none"),
     "certain": Path("ssd", "hit", "DraftTokens", HITS, "certain"),
-    "ar": Path("ar", "none", "Autonomous", {}),
+    "ar": Path("ar", "target", "Autonomous", {}),
     "any": Path("ssd", "hit", "drawn", {"schedule": MIXED, "branches": 4}, share=0.2),
 }
 
@@ -215,7 +215,7 @@ def test_full_depth_makes_a_text_reproducible(make_cluster: Make, mode: str) -> 
     ]
     assert all(run.tokens == first.tokens for run in (again, *others))
     if mode == "ssd":
-        assert min(first.sources["hit"], first.sources["drafter"]) > 2
+        assert min(first.sources["hit"], first.sources["drafted"]) > 2
 
 
 def test_draft_equal_to_the_target_is_always_accepted(make_cluster: Make) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from outrider.bench.latency import Latency
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol.sampling import SamplingParams
+from tools.latency import Latency
 from tools.simulation.environment import simulated_machine
 from tools.simulation.profile import Profile
 from tools.simulation.script import random_prompts, write_model_and_script

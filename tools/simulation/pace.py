@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from outrider.bench.latency import Latency
+from tools.latency import Latency
 from tools.simulation.profile import TIMES_NOT_KEPT
 
 log = logging.getLogger(__name__)

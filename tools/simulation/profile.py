@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from outrider.bench.latency import Latency
 from outrider.protocol.errors import InvalidRequest
+from tools.latency import Latency
 
 PROFILES = Path(__file__).parent / "profiles"
 """The folder of the profiles that come with the project."""

@@ -128,7 +128,6 @@ class ReplayTree:
         self.root = 0
         self.next_node = 1
 
-    cached = 0
     draws = False
 
     @property

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -24,11 +21,3 @@ class Latency:
         right = min(max(bisect_left(self.points, (rows, 0.0)), 1), len(self.points) - 1)
         (low, low_ms), (high, high_ms) = self.points[right - 1], self.points[right]
         return max(low_ms + (high_ms - low_ms) * (rows - low) / (high - low), min(low_ms, high_ms))
-
-
-def median_latency(samples: Iterable[tuple[int, float]]) -> Latency:
-    """Returns the median milliseconds by rows, tokens or branches."""
-    by_rows = defaultdict[int, list[float]](list)
-    for rows, ms in samples:
-        by_rows[rows].append(ms)
-    return Latency(tuple((rows, statistics.median(found)) for rows, found in sorted(by_rows.items())))
