@@ -126,7 +126,8 @@ def _copy_state(leaf: Any, state: dict[str, Any]) -> dict[str, Any]:
 class FlatRows:
     """One buffer for each layer of `model`, for all texts. Rows in use come first, so a forward sees a block of rows.
 
-    `is_lazy`: forwards are computed when they are read. `together`: a forward may feed several texts.
+    `is_lazy`: logits are computed when they are read, not by the forward itself. `together`: a forward reads the
+    weights once for all its texts.
     """
 
     together = True
@@ -155,6 +156,7 @@ class FlatRows:
         return FlatSequence(row, self, self._layers)
 
     def open(self) -> FlatSequence:
+        """Adds an empty text."""
         while self._dropped:
             self.close(self._dropped.popleft())
         self._sequences.append(self._sequence(len(self._sequences)))
@@ -186,11 +188,17 @@ class FlatRows:
             cache.shorten(longest)
 
     def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
+        """Returns a copy of the state after a text's first `length` tokens, or fewer if it can't be shortened to that.
+
+        Raises:
+            RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
+        """
         mark = sequence.mark_at(length)
         mx.eval(mark.states)
         return SavedPrefix(mark.length, self.segment(sequence, 0, mark.length), mark.states)
 
     def adopt(self, sequence: FlatSequence, start: SavedPrefix) -> None:
+        """Fills an empty text with a saved prefix."""
         layers = tuple((k[..., : start.length, :], v[..., : start.length, :]) for k, v in start.layers)
         if not sequence.exact:
             sequence.restore(start.states)
@@ -210,4 +218,5 @@ class FlatRows:
         return layers
 
     def state(self) -> list[Any]:
+        """Returns everything to evaluate after a forward."""
         return [cache.state for cache in self._caches]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,6 +28,9 @@ from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, ProtocolError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Bytes, Logprobs
+
+if TYPE_CHECKING:
+    from outrider.engine.ranks import MirroredKVCache
 
 Tokens = Sequence[int] | mx.array
 """Tokens of a text, [N]; an array may still be lazy."""
@@ -61,44 +64,10 @@ class Feed:
         return self.tokens.shape[0] if isinstance(self.tokens, mx.array) else len(self.tokens)
 
 
-class KVCache(Protocol):
-    """All texts of one model. `together`: a forward reads the weights once for all its texts.
-
-    `trees`: feeds may be trees of drafts. `is_lazy`: logits are computed when they are read, not by `forward` itself.
-    """
-
-    together: bool
-    trees: bool
-    is_lazy: bool
-
-    def open(self) -> Any:
-        """Adds an empty text; returns its `FlatSequence`, or what stands for it on several ranks."""
-
-    def close(self, text: Any) -> None:
-        """Removes a text."""
-
-    def save(self, text: Any, length: int) -> SavedPrefix:
-        """Returns a copy of the state after a text's first `length` tokens, or fewer if it can't be shortened to that.
-
-        Raises:
-            RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
-        """
-
-    def adopt(self, text: Any, start: SavedPrefix) -> None:
-        """Fills an empty text with a saved prefix."""
-
-    def tap_hidden_states(self, taps: HiddenStates) -> None:
-        """Allows feeds to take hidden states."""
-
-    def forward(self, feeds: Sequence[Feed]) -> mx.array:
-        """Feeds all texts. Returns the logits, feed after feed: [sum of num_logits, V]. Lazy."""
-
-    def state(self) -> list[Any]:
-        """Returns everything to evaluate after a forward."""
-
-
 class ModelRows(FlatRows):
-    """The rows of a model's texts, or of its trees, and forwards over them. `is_lazy`: see `KVCache`."""
+    """The rows of a model's texts, or of its trees, and forwards over them. `trees`: feeds may be trees of drafts."""
+
+    trees = False
 
     def __init__(self, model: nn.Module, cpu: OrtForward | None = None, own_caches: bool = False) -> None:
         """`cpu`: computes the forwards instead of MLX. For the others see `FlatRows`."""
@@ -108,6 +77,7 @@ class ModelRows(FlatRows):
         self._hidden_states: HiddenStates | None = None
 
     def tap_hidden_states(self, taps: HiddenStates) -> None:
+        """Allows feeds to take hidden states."""
         self._hidden_states = taps
 
     def run(
@@ -151,7 +121,7 @@ class ModelRows(FlatRows):
         return logits if rows is None or self._lm_head_indices.passed else mx.take(logits, rows, axis=0)
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
-        """Implements `KVCache.forward`, in one forward over all texts."""
+        """Feeds all texts. Returns the logits, feed after feed: [sum of num_logits, V]. Lazy."""
         order = sorted(range(len(feeds)), key=lambda i: (feeds[i].prompt, feeds[i].sequence.row))
         fed = [feeds[i] for i in order]
         segments = [_segment(feed) for feed in fed]
@@ -194,7 +164,6 @@ class SeparateKVCache(ModelRows):
     """Feeds texts one after another, with caches of their own for state that can't share a row."""
 
     together = False
-    trees = False
 
     def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
         """`own_caches`: use the model's own caches only, for a model that can't verify chains with others."""
@@ -217,6 +186,10 @@ class SeparateKVCache(ModelRows):
     def state(self) -> list[Any]:
         leaves = (leaf for text in self._sequences for leaf in text.leaves)
         return [cache.state for cache in (*self._layers, *leaves)]
+
+
+KVCache: TypeAlias = "FlatKVCache | SeparateKVCache | MirroredKVCache"
+"""All texts of one model."""
 
 
 def _segment(feed: Feed) -> Segment:
@@ -354,7 +327,7 @@ class CacheSlot:
         return self.tokens[: self.fed] if self.sequence.exact else []
 
     def save(self, length: int) -> SavedPrefix:
-        """Returns a copy of the state after `length` tokens, or fewer; see `KVCache.save`."""
+        """Returns a copy of the state after `length` tokens, or fewer; see `FlatRows.save`."""
         return self.kv_cache.save(self.sequence, length)
 
     def close(self) -> None:

@@ -274,14 +274,14 @@ def _find_fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> st
     return reason
 
 
-def open_kv_cache(model: LoadedModel) -> KVCache:
+def open_kv_cache(model: LoadedModel) -> FlatKVCache | SeparateKVCache:
     """Opens an empty KV cache, whose form is found once for each model. Texts share forwards if the logits stay right;
     the target verifies trees of drafts if its trees can share forwards."""
     return _find_cache_form(model)()
 
 
 @cache
-def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
+def _find_cache_form(model: LoadedModel) -> Callable[[], FlatKVCache | SeparateKVCache]:
     if model.cpu is not None:
         # `engine.ort` checked texts in one forward at load. If logits are rounded, branches differ from chains.
         trees = not model.cpu.quantised and not _find_tree_fault(model, "trees of drafts", JointKVRows)
@@ -300,7 +300,7 @@ def measure_sequence_cost(kv_cache: KVCache) -> KvCost:
 
     Texts of one buffer take as much as the longest one, except with ONNX Runtime on Linux (`FlatCache.release`).
     """
-    sequence = kv_cache.open()
+    sequence: Any = kv_cache.open()
     kv_cache.forward([Feed(sequence, [0], 0, True)])
     short = kv_cache.save(sequence, 1)
     cost = short.cost

@@ -3,7 +3,7 @@
 Tensor parallelism: each rank has a part of every layer, and a layer's output is a sum over ranks. So all ranks run the
 same forwards in the same order over the same texts. Rank 0 chooses tokens and sends each forward and each change to the
 others; a token that is not read yet reaches them through the collective. Each forward is started at once and as a
-whole: if one rank computed it later, or never, the ranks would be out of step. Knows arrays, models and `KVCache`;
+whole: if one rank computed it later, or never, the ranks would be out of step. Knows arrays, models and KV caches;
 knows nothing of sockets.
 """
 
@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outrider.engine.cache import FlatSequence
-from outrider.engine.kv_cache import Feed, KVCache
+from outrider.engine.kv_cache import Feed, ModelRows
 from outrider.engine.prompt_cache import SavedPrefix
 from outrider.protocol.errors import (
     InvalidRequest,
@@ -141,7 +141,7 @@ class MirroredKVCache:
 
     trees = False
 
-    def __init__(self, own: KVCache, ranks: Ranks, send: Callable[..., None], local_ranks: int = 1) -> None:
+    def __init__(self, own: ModelRows, ranks: Ranks, send: Callable[..., None], local_ranks: int = 1) -> None:
         self._own, self._ranks, self._send, self._local_ranks = own, ranks, send, local_ranks
         self.together, self.is_lazy = own.together, own.is_lazy
         self.state, self.tap_hidden_states = own.state, own.tap_hidden_states
@@ -186,7 +186,7 @@ class MirroredKVCache:
 class RankFollower:
     """Another rank's side: repeats rank 0's operations on its own KV cache."""
 
-    def __init__(self, own: KVCache, ranks: Ranks) -> None:
+    def __init__(self, own: ModelRows, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
         self._sequences: dict[int, Any] = {}
         self._copies: dict[int, SavedPrefix] = {}
@@ -230,7 +230,7 @@ def _make_text_feed(feed: Feed) -> TextFeed:
     return TextFeed(feed.sequence.number, tokens, feed.count, feed.num_logits, feed.prompt)
 
 
-def _start_forward(kv_cache: KVCache, feeds: Sequence[Feed]) -> mx.array:
+def _start_forward(kv_cache: ModelRows, feeds: Sequence[Feed]) -> mx.array:
     logits = kv_cache.forward(feeds)
     mx.async_eval(logits, kv_cache.state())  # type: ignore[no-untyped-call]
     return logits

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from outrider.engine.models_only import models_only
 from outrider.protocol import process, worker_link
 from outrider.protocol.digest import model_digest
+from outrider.protocol.errors import CannotDraft
 from outrider.protocol.messages import Hello
 from outrider.protocol.worker_link import WorkerLink
 
@@ -25,10 +26,16 @@ def main() -> int:
 
 def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, PrefillWorker]:
     models_only()
-    from outrider.prefill_worker.worker import CoreMLReader, MlxReader, PrefillWorker
+    from outrider.drafters.coreml.selection import load_prompt_reader
+    from outrider.engine.kv_cache import KVLayout
+    from outrider.engine.loading import load, load_lazily
+    from outrider.prefill_worker.worker import MlxReader, PrefillWorker
 
-    kind = CoreMLReader if options.backend == "coreml" else MlxReader
-    reader = kind.load(options.model, link.report)
+    package = load_prompt_reader(options.model, options.backend, link.report)
+    if package and isinstance(package, str):
+        raise CannotDraft(f"{package}; use --prefill-backend mlx")
+    model = load_lazily(options.model) if package else load(options.model, progress=link.report)
+    reader = package or MlxReader(model)
     hello = Hello(
         role="prefill",
         name=options.name,
@@ -45,7 +52,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, Prefill
         files=model_digest(Path(options.model)),
         number_format=reader.number_format,
     )
-    return hello, PrefillWorker(link, reader)
+    return hello, PrefillWorker(link, reader, KVLayout.of(model.model, model.cpu))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,47 +9,55 @@ text.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
 
 from outrider.drafters.coreml.drafter import PackageReader
-from outrider.drafters.coreml.selection import load_prompt_reader
-from outrider.engine.cache import FlatSequence
+from outrider.engine.flat import LayerKVs
 from outrider.engine.kv_cache import PREFILL_CHUNK_TOKENS, Feed, FlatKVCache, KVLayout
 from outrider.engine.kv_rows import ReadingFault
 from outrider.engine.load_checks import measure_sequence_cost, open_kv_cache
-from outrider.engine.loading import LoadedModel, load, load_lazily
+from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.protocol.endpoints import MAX_PIECE_BYTES
 from outrider.protocol.errors import CannotDraft, OutriderError, wrap_model_errors
 from outrider.protocol.messages import Close, KvMemory, Prefill, PromptKv, Shutdown
-from outrider.protocol.stats import KvCost
 from outrider.protocol.worker_link import Link, WorkerLoop
-
-Pieces = Generator[list[PromptKv]]
-"""The keys and values of a prompt, packed by `engine.kv_cache.KVLayout`: a list after each forward."""
 
 log = logging.getLogger(__name__)
 
 
-class PrefillWorker(WorkerLoop[tuple[Prefill, Pieces]]):
-    """Reads prompts from `link` with `reader` until SHUTDOWN; the first one is read, the others wait for their turn."""
+@dataclass(slots=True)
+class Reading:
+    """A prompt that is read. `layers`: its keys and values, a piece after each forward; `sent`: the tokens whose keys
+    and values the target has."""
 
-    def __init__(self, link: Link, reader: MlxReader | CoreMLReader) -> None:
+    task: Prefill
+    layers: Generator[LayerKVs]
+    sent: int
+
+
+class PrefillWorker(WorkerLoop[Reading]):
+    """Reads prompts from `link` with `reader` until SHUTDOWN; the first one is read, the others wait for their turn.
+    Keys and values are packed in `layout`."""
+
+    def __init__(self, link: Link, reader: MlxReader | PackageReader, layout: KVLayout) -> None:
         super().__init__(link, lambda: reader.prompt_cache.use)
-        self._reader = reader
+        self._reader, self._layout = reader, layout
 
     def turn(self) -> bool:
         """Handles one message, or if there is none runs one forward of the first prompt. Returns False on SHUTDOWN."""
         message = self._link.receive(wait=not self._running)
         match message:
             case None:
-                self._continue_reading(*next(iter(self._running.values())))
+                self._continue_reading(next(iter(self._running.values())))
             case Prefill():
                 self._close(message.request)
-                self._running[message.request] = message, self._reader.read(message)
+                layers = self._reader(message.tokens[:-1].tolist(), message.start)
+                self._running[message.request] = Reading(message, layers, message.start)
             case Close():
                 self._close(message.request)
             case KvMemory():
@@ -61,20 +69,35 @@ class PrefillWorker(WorkerLoop[tuple[Prefill, Pieces]]):
                 log.warning("a prefill worker can't handle %s", type(message).__name__)
         return True
 
-    def _continue_reading(self, task: Prefill, reading: Pieces) -> None:
+    def _continue_reading(self, reading: Reading) -> None:
+        task = reading.task
         try:
             with wrap_model_errors("the prefill worker's forward"):
-                pieces = next(reading, None)
+                layers = next(reading.layers, None)
+                for piece in self._pack(reading, layers or ()):
+                    self._link.send(piece)
+                if layers is None and (left := len(task.tokens) - 1 - reading.sent) > 0:
+                    raise ReadingFault(
+                        f"the package reads {self._reader.context_length} tokens of a prompt; the target reads the"
+                        f" other {left}"
+                    )
         except OutriderError as error:
             self._fail(task, error)
             return
-        for piece in pieces or ():
-            self._link.send(piece)
-        if pieces is None:
+        if layers is None:
             self._close(task.request)
 
-    def _release(self, running: tuple[Prefill, Pieces], discard: bool) -> None:
-        running[1].close()
+    def _pack(self, reading: Reading, layers: LayerKVs) -> Iterator[PromptKv]:
+        """Yields keys and values, which follow those sent, in pieces of at most `MAX_PIECE_BYTES` bytes."""
+        most, total = max(MAX_PIECE_BYTES // self._layout.bytes_per_token, 1), layers[0][0].shape[2] if layers else 0
+        for first in range(0, total, most):
+            own = slice(first, min(first + most, total))
+            data = self._layout.pack(tuple((keys[:, :, own], values[:, :, own]) for keys, values in layers))
+            yield PromptKv(reading.task.request, reading.task.epoch, reading.sent, own.stop - first, data)
+            reading.sent += own.stop - first
+
+    def _release(self, running: Reading, discard: bool) -> None:
+        running.layers.close()
 
 
 class MlxReader:
@@ -97,86 +120,26 @@ class MlxReader:
         self.parameters, self.weight_bytes = model.parameters, model.weight_bytes
         self.number_format = model.number_format
         self._kv_cache = kv_cache
-        self._layout = KVLayout.of(model.model, model.cpu)
         self.prompt_cache = PromptCache(measure_sequence_cost(kv_cache))
 
-    @classmethod
-    def load(cls, model: str, report: Callable[[str], None]) -> MlxReader:
-        """Loads the model. Raises ModelError if there is no such model."""
-        return cls(load(model, progress=report))
-
-    def read(self, task: Prefill) -> Pieces:
-        """Reads all tokens but the last; yields after each forward the pieces that it completes, from `task.start` on.
+    def __call__(self, tokens: list[int], start: int) -> Generator[LayerKVs]:
+        """Yields after each forward the keys and values of the tokens that it has read, from `start` on.
 
         If it is closed early or fails, what was read may stay in the prompt cache.
         """
-        tokens: list[int] = task.tokens.tolist()
-        sequence, sent, total = self._kv_cache.open(), task.start, len(tokens) - 1
+        sequence = self._kv_cache.open()
         try:
-            if (known := self.prompt_cache.find(tokens)) is not None:
+            if (known := self.prompt_cache.find([*tokens, 0])) is not None:  # which does not look for the last token
                 self._kv_cache.adopt(sequence, known)
             while True:
-                yield self._pieces(task, sequence, sent)
-                sent = max(sent, sequence.length)
-                if sequence.length >= total:
+                yield self._kv_cache.segment(sequence, start, sequence.length) if start < sequence.length else ()
+                start = max(start, sequence.length)
+                if sequence.length >= len(tokens):
                     return
-                piece = tokens[sequence.length : min(sequence.length + PREFILL_CHUNK_TOKENS, total)]
+                piece = tokens[sequence.length : sequence.length + PREFILL_CHUNK_TOKENS]
                 self._kv_cache.forward([Feed(sequence, piece, 0, True)])
                 mx.eval(self._kv_cache.state())
                 mx.clear_cache()
         finally:
             self.prompt_cache.store(tokens[: sequence.length], partial(self._kv_cache.save, sequence))
             self._kv_cache.close(sequence)
-
-    def _pieces(self, task: Prefill, sequence: FlatSequence, start: int) -> list[PromptKv]:
-        """Returns the columns from `start` on, in pieces of at most `MAX_PIECE_BYTES` bytes."""
-        pieces, step = [], max(MAX_PIECE_BYTES // max(self._layout.bytes_per_token, 1), 1)
-        for first in range(start, sequence.length, step):
-            end = min(first + step, sequence.length)
-            data = self._layout.pack(self._kv_cache.segment(sequence, first, end))
-            pieces.append(PromptKv(task.request, task.epoch, first, end - first, data))
-        return pieces
-
-
-class CoreMLReader:
-    """Reads prompts by a Core ML `package`; keys and values are packed in `layout`."""
-
-    number_format = ""
-
-    def __init__(self, package: PackageReader, layout: KVLayout) -> None:
-        core_ml, shape = package.package, package.package.layout
-        self.vocab_size, self.context_length = shape.architecture.vocab_size, shape.context
-        self.parameters, self.weight_bytes = core_ml.manifest.parameters, core_ml.weight_bytes
-        self.note = package.note
-        self.prompt_cache = PromptCache(KvCost())  # caches nothing
-        self._package, self._layout = package, layout
-
-    @classmethod
-    def load(cls, model: str, report: Callable[[str], None]) -> CoreMLReader:
-        """Loads the package; the first time, converts the model.
-
-        Raises:
-            ModelError: the model can't be converted.
-            CannotDraft: this machine can't run the package.
-        """
-        package = load_prompt_reader(model, "coreml", report)
-        if isinstance(package, str):
-            raise CannotDraft(f"{package}; use --prefill-backend mlx")
-        return cls(package, KVLayout.of(load_lazily(model).model))
-
-    def read(self, task: Prefill) -> Pieces:
-        """The same as `MlxReader.read`."""
-        tokens: list[int] = task.tokens.tolist()
-        total, done = len(tokens) - 1, 0
-        for read in self._package(tokens[:-1]):
-            first, end = max(task.start, done), done + read[0][0].shape[2]
-            pieces, skip = [], first - done
-            if first < end:
-                data = self._layout.pack(tuple((keys[:, :, skip:], values[:, :, skip:]) for keys, values in read))
-                pieces.append(PromptKv(task.request, task.epoch, first, end - first, data))
-            yield pieces
-            done = end
-        if done < total:
-            raise ReadingFault(
-                f"the package reads {done} tokens of a prompt; the target reads the other {total - done}"
-            )

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from outrider import __version__
 from outrider.engine import memory
-from outrider.engine.kv_cache import KVCache
+from outrider.engine.kv_cache import ModelRows
 from outrider.engine.load_checks import open_kv_cache, probe_abilities
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.ranks import MirroredKVCache, RankFollower, Ranks
@@ -84,7 +84,7 @@ class RankLeader(RankLink):
         self.admit(self._hello)
         return load(folder, progress=report, ranks=self.ranks)
 
-    def open_shared_kv_cache(self, model: LoadedModel) -> KVCache:
+    def open_shared_kv_cache(self, model: LoadedModel) -> MirroredKVCache:
         """Opens a KV cache that all ranks share. Raises WorkerError if the ranks measured different abilities."""
         own = open_kv_cache(model)
         self.receive_hellos(replace(self._hello, found=_describe_abilities(model, own)))
@@ -235,14 +235,14 @@ def _make_hello(ranks: Ranks, folder: Path) -> RankHello:
     return RankHello(ranks.rank, ranks.size, socket.gethostname(), runs, model_digest(folder))
 
 
-def _describe_abilities(model: LoadedModel, kv_cache: KVCache) -> str:
+def _describe_abilities(model: LoadedModel, kv_cache: ModelRows) -> str:
     """Returns what must be equal on all ranks once they have loaded and checked the model."""
     sizes = model.vocab_size, model.context_length, model.parameters, model.weight_bytes
     forwards = "share a forward" if kv_cache.together else "have separate forwards"
     return f"{sizes}, {probe_abilities(model)}, texts {forwards}"
 
 
-def _serve(member: RankMember, model: LoadedModel, kv_cache: KVCache) -> None:
+def _serve(member: RankMember, model: LoadedModel, kv_cache: ModelRows) -> None:
     follower, forwards = RankFollower(kv_cache, member.ranks), 0
     while True:
         for message in member.receive():

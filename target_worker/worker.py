@@ -2,8 +2,8 @@
 
 Owns a `TargetRequest` for each request. Answers a repeated VERIFY with its latest outcomes, drops stale messages,
 sends RESYNC if the committed lengths disagree, and closes requests that have had no message for a long time.
-`PrefixReuse` saves the reading of prompts, as do the keys and values of prefill workers. Knows nothing of drafters in
-other processes, or of text.
+The prompt cache saves the reading of prompts, as do the keys and values of prefill workers. Knows nothing of drafters
+in other processes, or of text.
 """
 
 from __future__ import annotations
@@ -52,56 +52,9 @@ log = logging.getLogger(__name__)
 JOIN_WAIT_MS = 1.0
 
 
-class PrefixReuse:
-    """Opens and closes requests with `cache`, the prompt cache. `context`: the model's context length.
-
-    A prompt that shares a prefix with one being read waits for it, so that a system prompt is read once for any number
-    of requests.
-    """
-
-    def __init__(self, cache: PromptCache, context: int) -> None:
-        self.cache = cache
-        self._context = context
-
-    def open(self, running: TargetRequest, others: Iterable[TargetRequest]) -> None:
-        """Uses the cached prefix of the prompt, or waits until another request has read it.
-
-        A request that wants its prompt's log-probabilities reads all of it.
-        """
-        slot = running.slot
-        if not running.wants_prompt_logprobs:
-            if self.cache.is_on:
-                running.awaits = _find_reader(running, others)
-            if running.awaits is None:
-                self.begin(running)
-        self.cache.enter(slot, min(running.opened.prompt_len + running.opened.sampling.max_tokens, self._context))
-
-    def begin(self, running: TargetRequest) -> None:
-        """Copies the longest cached prefix. Raises OutriderError if that fails."""
-        running.awaits = None
-        with wrap_model_errors("copying from the prompt cache"):
-            if (start := self.cache.find(running.slot.tokens)) is not None:
-                running.slot.begin(start)
-                running.cached = running.slot.fed
-
-    def read(self, running: TargetRequest) -> None:
-        """Saves state that can't be shortened, for requests with the same prompt, once a prompt has been read."""
-        if not (running.slot.sequence.exact or running.unread or running.is_closed):
-            self._save(running)
-
-    def close(self, running: TargetRequest, discard: bool) -> None:
-        """Closes a request, and saves its text's state for later ones. `discard`: keep nothing, after a failure."""
-        self.cache.leave(running.slot)
-        if not discard:
-            self._save(running)
-        running.slot.close()
-
-    def _save(self, running: TargetRequest) -> None:
-        self.cache.store(running.slot.tokens[: running.slot.fed], running.slot.save)
-
-
 def _find_reader(running: TargetRequest, others: Iterable[TargetRequest]) -> AwaitedPrefix | None:
-    """Returns the request that will read the longest part of the beginning of this one's prompt."""
+    """Returns the request that will read the longest part of the beginning of this one's prompt, which waits for it, so
+    that a system prompt is read once for any number of requests."""
     wanted, best = np.array(running.slot.tokens[:-1], np.int32), None
     for other in others:
         if other.unread and other.slot.sequence.exact:
@@ -129,7 +82,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         leader: RankLeader | None = None,
         remote_head: Head | None = None,
     ) -> None:
-        super().__init__(link, lambda: self._prefixes.cache.use)
+        super().__init__(link, lambda: self._cache.use)
         self._model = model
         self._leader = leader
         self._kv_cache = kv_cache or open_kv_cache(model)
@@ -138,7 +91,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         self._remote_head = remote_head
         self._drafters.attach_heads(model, self._kv_cache, remote_head)
         self._kv_layout = KVLayout.of(model.model, model.cpu) if isinstance(self._kv_cache, FlatKVCache) else None
-        self._prefixes = PrefixReuse(PromptCache(measure_sequence_cost(self._kv_cache)), model.context_length)
+        self._cache = PromptCache(measure_sequence_cost(self._kv_cache))
         self._compiler = GrammarCompiler(model.folder)
         self._peak_memory = memory.PeakMemory()
         self._forwards = 0
@@ -152,7 +105,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
     @property
     def kv(self) -> KvCost:
         """The memory of a request's text, including in-process drafters."""
-        return self._prefixes.cache.cost + self._drafters.cost
+        return self._cache.cost + self._drafters.cost
 
     @property
     def verifies_trees(self) -> bool:
@@ -175,7 +128,8 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         if messages:
             self._link.send(*messages)
         for reader in readers:
-            self._prefixes.read(reader)
+            if not (reader.slot.sequence.exact or reader.unread or reader.is_closed):
+                self._save(reader)  # state that can't be shortened, for requests with the same prompt
         self._forwards += 1
         if self._forwards % FORWARDS_PER_CACHE_CLEAR == 0:
             mx.clear_cache()
@@ -264,7 +218,11 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         running.on_verify(Verify(message.request, message.epoch, message.round, len(tokens)))  # of an empty chain
         others = tuple(self._running.values())
         self._running[message.request] = running
-        self._prefixes.open(running, others)
+        if not running.wants_prompt_logprobs:  # else it reads all of its prompt
+            running.awaits = _find_reader(running, others) if self._cache.is_on else None
+            if running.awaits is None:
+                self._restore_cached(running)
+        self._cache.enter(slot, min(message.prompt_len + sampling.max_tokens, self._model.context_length))
         running.offered = message.offered and self._kv_layout is not None and not running.wants_prompt_logprobs
         if running.awaits is None:
             self._report_cached(running)
@@ -294,9 +252,23 @@ class TargetWorker(WorkerLoop[TargetRequest]):
             cast(FlatKVCache, self._kv_cache).extend(running.slot.sequence, own, count)
         return skip >= 0
 
+    def _restore_cached(self, running: TargetRequest) -> None:
+        """Copies the longest cached prefix of the prompt. Raises OutriderError if that fails."""
+        running.awaits = None
+        with wrap_model_errors("copying from the prompt cache"):
+            if (start := self._cache.find(running.slot.tokens)) is not None:
+                running.slot.begin(start)
+                running.cached = running.slot.fed
+
+    def _save(self, running: TargetRequest) -> None:
+        self._cache.store(running.slot.tokens[: running.slot.fed], running.slot.save)
+
     def _release(self, running: TargetRequest, discard: bool) -> None:
         running.close(discard)
-        self._prefixes.close(running, discard)
+        self._cache.leave(running.slot)
+        if not discard:
+            self._save(running)
+        running.slot.close()
         self._peak_memory.count_ended_text()
 
     def _set_memory_limits(self, message: KvMemory) -> None:
@@ -305,14 +277,14 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         if self._leader is not None:
             self._leader.broadcast(message)
         limit = message.limit if message.prompt_cache else 0
-        self._prefixes.cache.set_limit(self._drafters.divide_memory(limit, self._model.context_length, self.kv))
+        self._cache.set_limit(self._drafters.divide_memory(limit, self._model.context_length, self.kv))
         self._report()
 
     def _resume_waiting(self) -> None:
         """Continues requests that waited until another one had read their common prefix."""
         for running in [r for r in self._running.values() if r.can_resume]:
             try:
-                self._prefixes.begin(running)
+                self._restore_cached(running)
                 self._report_cached(running)
                 self._report()
             except OutriderError as error:

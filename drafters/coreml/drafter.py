@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import finalize
 
@@ -236,23 +236,29 @@ class PackageReader:
     The package has keys and values in MLX's form, [kv_heads, position, head_dim] after the rotation, so nothing is
     transposed or computed again; only float16 rounding differs from MLX's own reading.
 
-    The model itself reads the tokens beyond the package's context.
+    It reads no tokens beyond the package's context. `prompt_cache` is empty.
     """
 
+    number_format = ""
+
     def __init__(self, package: Package, runtime: CoreMLRuntime) -> None:
-        self.package = package
+        self.vocab_size, self.context_length = package.layout.architecture.vocab_size, package.layout.context
+        self.parameters, self.weight_bytes = package.manifest.parameters, package.weight_bytes
         self.note = f"prompts are read by {runtime.name}"
+        self.prompt_cache = PromptCache(KvCost())
         self._host = PackageHost(package, runtime)
 
-    def __call__(self, tokens: Sequence[int]) -> Iterator[LayerKVs]:
+    def __call__(self, tokens: Sequence[int], start: int = 0) -> Generator[LayerKVs]:
+        """Yields after each call the keys and values of the tokens that it has read, from `start` on."""
         prefill, rows = self._host.layout.prefill, CoreMLKVRows(self._host)
-        end = min(len(tokens), self._host.layout.context)
+        end = min(len(tokens), self.context_length)
         log.debug("the package reads %d of the prompt's %d tokens", end, len(tokens))
         try:
             for first in range(0, end, prefill.rows):
                 fresh = rows.read(tokens[first : min(first + prefill.rows, end)], prefill)
-                layers = zip(fresh.keys[:, None], fresh.values[:, None], strict=True)
-                yield tuple((mx.array(keys), mx.array(values)) for keys, values in layers)
+                pairs, skip = zip(fresh.keys[:, None], fresh.values[:, None], strict=True), max(start - first, 0)
+                layers = tuple((mx.array(keys[:, :, skip:]), mx.array(values[:, :, skip:])) for keys, values in pairs)
+                yield layers if skip < fresh.keys.shape[2] else ()
         except OutriderError as error:
             raise ReadingFault(f"the prompt can't be read by the package: {error}") from error
         finally:

@@ -312,7 +312,7 @@ class InvariantChecker:
             self._check_drafter(worker)
 
     def _check_target(self, worker: Any) -> None:
-        running, texts, cache = worker._running, worker._kv_cache._sequences, worker._prefixes.cache
+        running, texts, cache = worker._running, worker._kv_cache._sequences, worker._cache
         for name, one in running.items():
             self._check_committed(name, one.slot.tokens)
             for part in one._drafting.values():

@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
+from outrider.engine.kv_cache import KVLayout
 from outrider.engine.loading import LoadedModel
 from outrider.prefill_worker.worker import MlxReader, PrefillWorker
 from outrider.protocol.messages import Hello, KvMemory, Message, PromptKv
@@ -31,7 +32,7 @@ class PrefillCluster(Cluster):
         self._reader = MlxReader(target)
         self._prefill_link = FakeLink(NAME)
         self._prefill_link.inbox.append(codec_round_trip(KvMemory(1 << 24)))
-        self.prefill = PrefillWorker(self._prefill_link, self._reader)
+        self.prefill = PrefillWorker(self._prefill_link, self._reader, KVLayout.of(target.model, target.cpu))
         self._fault, self._turns = fault, turns
         self.is_available = True
         self.delivered: list[PromptKv] = []

@@ -134,7 +134,7 @@ def test_prompt_that_can_not_be_copied_is_sent_all_the_same(
 ) -> None:
     """As when memory is short: the prefill worker sends it, but does not cache it."""
     link, reader = FakeLink("prefill-0"), MlxReader(model)
-    worker = PrefillWorker(link, reader)
+    worker = PrefillWorker(link, reader, KVLayout.of(model.model, model.cpu))
     monkeypatch.setattr(FlatKVCache, "save", lambda *_: mx.zeros(-1))
     answers = run_worker(worker, link, [KvMemory(1 << 24), Prefill("r", 0, np.array(PROMPT[:100], np.int32), 0)])
     assert sum(answer.count for answer in answers if isinstance(answer, PromptKv)) == 99
