@@ -31,9 +31,6 @@ from outrider.protocol.stats import CacheUse, Durations, KvUse, add_counts, add_
 
 Mode = Annotated[str, one_of("auto", "ar", "sd", "ssd")]
 ClientName = Annotated[str, Meta(max_length=64)]
-Origins = Many[Annotated[int, Meta(ge=int(min(Origin)), le=int(max(Origin)))]]
-"""The `Origin` of each token."""
-
 Counts = Annotated[dict[Name, Serial], Meta(max_length=MAX_ITEMS)]
 """How often each of these was seen, by name."""
 
@@ -138,15 +135,14 @@ class TextChunk(RequestMessage, frozen=True):
     chunk.
 
     `logprobs`, `origins` and `rounds` are present if the request asked for them, and so are `prompt_logprobs`, of the
-    prompt after its first token, in the first chunk. Origins are 0 target, 1 prepared, 2
-    drafted on request, 3 an n-gram of the text or a table, 4 drafted by a head, 5 an alternative of a tree. `rounds`
-    are those that produced the tokens.
+    prompt after its first token, in the first chunk. `rounds` are those that produced the tokens. Origin 3 is an
+    n-gram of the text or a table, 5 an alternative of a tree.
     """
 
     text: Text
     token_ids: ChunkTokens
     logprobs: Logprobs | None = None
-    origins: Origins | None = None
+    origins: Many[Origin] | None = None
     rounds: Many[RoundRecord] | None = None
     prompt_logprobs: Logprobs | None = None
 
