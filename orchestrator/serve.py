@@ -40,7 +40,7 @@ from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, load_
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import ClientSocket
 from outrider.protocol.endpoints import Ipc, parse_endpoint
-from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, error_kind, make_error
+from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, make_error
 from outrider.protocol.keys import CLIENT
 from outrider.protocol.process import trim_memory
 from outrider.protocol.socket_files import PrivateDirectory
@@ -245,7 +245,7 @@ def _report_crashes(events: SimpleQueue[Event]) -> None:
         error = crash.exc_value
         name = crash.thread.name if crash.thread is not None else "a"
         if isinstance(error, OutriderError):
-            events.put(Failure(error_kind(error), str(error)))
+            events.put(Failure(type(error).__name__, str(error)))
             return
         log.error("the %s thread failed", name, exc_info=error)
         events.put(Failure("OutriderError", f"the {name} thread failed ({error!r}); see the log above"))

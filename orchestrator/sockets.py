@@ -18,7 +18,7 @@ from outrider.protocol import clock
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode, read_request_id
 from outrider.protocol.endpoints import BoundSocket, receive_event
-from outrider.protocol.errors import EndpointError, KeyFault, OutriderError, ProtocolError, ServerBusy, error_kind
+from outrider.protocol.errors import EndpointError, KeyFault, OutriderError, ProtocolError, ServerBusy
 from outrider.protocol.keys import CLIENT, KeyPair, sender_key
 from outrider.protocol.messages import Failed, Message
 
@@ -232,4 +232,4 @@ class ClientSocket(RouterSocket):
         request = read_request_id(frames)
         log.info("rejected a message: %s", error)
         if request is not None:
-            self.send(sender, Failed(request, error_kind(error), str(error)))
+            self.send(sender, Failed(request, type(error).__name__, str(error)))

@@ -16,7 +16,7 @@ from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.http_settings import MAX_WAIT_SECONDS, HttpSettings
 from outrider.orchestrator.settings import ENDPOINTS, ServeSettings
 from outrider.protocol import values
-from outrider.protocol.errors import OutriderError, error_kind
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 from outrider.protocol.worker_link import end_with_parent
 
@@ -70,7 +70,7 @@ def _run_for_parent(settings: ServeSettings, http: HttpSettings | None) -> int:
     try:
         serve.run(settings, partial(announce, line), http=http)
     except OutriderError as error:
-        announce(line, Failure(error_kind(error), str(error)))
+        announce(line, Failure(type(error).__name__, str(error)))
         return error.exit_code
     return 0
 
