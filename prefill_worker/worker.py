@@ -24,7 +24,7 @@ from outrider.engine.loading import LoadedModel, load, load_lazily
 from outrider.engine.prompt_cache import PromptCache
 from outrider.protocol.endpoints import MAX_PIECE_BYTES
 from outrider.protocol.errors import CannotDraft, OutriderError, wrap_model_errors
-from outrider.protocol.messages import Close, KvMemory, Prefill, PromptKv, Shutdown
+from outrider.protocol.messages import Prefill, PromptKv, Shutdown
 from outrider.protocol.stats import KvCost
 from outrider.protocol.worker_link import Link, WorkerLoop
 
@@ -38,7 +38,7 @@ class PrefillWorker(WorkerLoop[tuple[Prefill, Pieces]]):
     """Reads prompts from `link` with `reader` until SHUTDOWN; the first one is read, the others wait for their turn."""
 
     def __init__(self, link: Link, reader: MlxReader | CoreMLReader) -> None:
-        super().__init__(link, lambda: reader.prompt_cache.use)
+        super().__init__(link, lambda: reader.prompt_cache.use, reader.prompt_cache.set_limit)
         self._reader = reader
 
     def turn(self) -> bool:
@@ -50,15 +50,10 @@ class PrefillWorker(WorkerLoop[tuple[Prefill, Pieces]]):
             case Prefill():
                 self._close(message.request)
                 self._running[message.request] = message, self._reader.read(message)
-            case Close():
-                self._close(message.request)
-            case KvMemory():
-                self._reader.prompt_cache.set_limit(message.limit if message.prompt_cache else 0)
-                self._report()
             case Shutdown():
                 return False
             case _:
-                log.warning("a prefill worker can't handle %s", type(message).__name__)
+                self._handle(message)
         return True
 
     def _continue_reading(self, task: Prefill, reading: Pieces) -> None:
