@@ -25,11 +25,9 @@ from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.messages import (
     Branches,
-    Close,
     Commit,
     Drafted,
     Features,
-    KvMemory,
     Message,
     Open,
     Resync,
@@ -99,7 +97,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
     ) -> None:
         """`memory`: measures the drafter's peak; None: it can't be measured. `compiler`: for grammars over its tokens;
         without one it may draft tokens that a grammar excludes."""
-        super().__init__(link, lambda: drafter.prompt_cache.use)
+        super().__init__(link, lambda: drafter.prompt_cache.use, drafter.prompt_cache.set_limit)
         self._drafter, self._fan_out, self._memory, self._compiler = drafter, fan_out, memory, compiler
         self._batcher = DraftBatcher(drafter.calibration)
         self._longest_ms = dict[str, float]()  # by operation: read a piece of a text, grow branches, draft a chain
@@ -132,15 +130,10 @@ class DraftWorker(WorkerLoop[DraftRequest]):
                 self._open(message)
             case Commit():
                 self._commit(message)
-            case Close():
-                self._close(message.request)
             case Features():
                 self._on_features(message)
-            case KvMemory():
-                self._drafter.prompt_cache.set_limit(message.limit if message.prompt_cache else 0)
-                self._report()
             case _:
-                log.warning("a drafter can't handle %s", type(message).__name__)
+                super()._handle(message)
 
     def _open(self, message: Open) -> None:
         known = self._running.get(message.request)

@@ -246,14 +246,11 @@ class ServerReady(Struct, frozen=True, tag=True):
 
 
 class Failure(Struct, frozen=True, tag=True):
-    """The server can't continue, or, `at_end`, could not finish something in an otherwise regular shutdown.
-
-    `kind` names a class of protocol.errors.
-    """
+    """The server can't continue, or could not finish something when it ended. `kind` names a class of
+    protocol.errors."""
 
     kind: str
     message: str
-    at_end: bool = False
 
 
 Announcement = Stage | ServerReady | Failure

@@ -40,7 +40,7 @@ from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, load_
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import ClientSocket
 from outrider.protocol.endpoints import Ipc, parse_endpoint
-from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, error_kind, make_error
+from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, make_error
 from outrider.protocol.keys import CLIENT
 from outrider.protocol.process import trim_memory
 from outrider.protocol.socket_files import PrivateDirectory
@@ -73,16 +73,15 @@ def run(
     status: Callable[[Front], None] | None = None,
     http: HttpSettings | None = None,
     drain_timeout: int = 0,
-) -> Failure | None:
+) -> None:
     """Serves until a signal ends it. Calls `on_announcement` with the stages of the start, and `status` once a second.
 
     `http`: also serves HTTP, by a process of its own. `drain_timeout`: seconds that SIGTERM waits for running and
     queued requests; new ones are refused meanwhile, and another signal ends the wait.
 
-    Returns the error of an otherwise regular end, such as a trace that can't be written to a full disk, or None.
-
     Raises:
-        OutriderError: the cluster can't start or can't continue; everything that it started is ended.
+        OutriderError: the cluster can't start, can't continue, or could not finish something, such as a trace on a full
+            disk; everything that it started is ended.
     """
     files = system.raise_file_limit()
     pair = choose_pair(settings)
@@ -100,8 +99,7 @@ def run(
     while not events.empty():
         event = events.get()
         if isinstance(event, Failure) and event.kind != WorkerError.__name__:  # clients have been told already
-            return structs.replace(event, at_end=True)
-    return None
+            raise make_error(event.kind, event.message)
 
 
 def _announce_until_signal(
@@ -247,7 +245,7 @@ def _report_crashes(events: SimpleQueue[Event]) -> None:
         error = crash.exc_value
         name = crash.thread.name if crash.thread is not None else "a"
         if isinstance(error, OutriderError):
-            events.put(Failure(error_kind(error), str(error)))
+            events.put(Failure(type(error).__name__, str(error)))
             return
         log.error("the %s thread failed", name, exc_info=error)
         events.put(Failure("OutriderError", f"the {name} thread failed ({error!r}); see the log above"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -18,7 +18,7 @@ from outrider.protocol import clock
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode, read_request_id
 from outrider.protocol.endpoints import BoundSocket, receive_event
-from outrider.protocol.errors import EndpointError, KeyFault, OutriderError, ProtocolError, ServerBusy, error_kind
+from outrider.protocol.errors import EndpointError, KeyFault, OutriderError, ProtocolError, ServerBusy
 from outrider.protocol.keys import CLIENT, KeyPair, sender_key
 from outrider.protocol.messages import Failed, Message
 
@@ -76,15 +76,6 @@ class RateLimiter:
             self._forget_at = max(2 * len(self._full_ns), MIN_PEERS_TO_FORGET)
 
 
-@dataclass(slots=True)
-class LimitedEndpoint:
-    """An endpoint with a limit of connections. `open_fds`: the file descriptors of those that are open."""
-
-    bound: BoundSocket
-    max_connections: int
-    open_fds: set[int] = field(default_factory=set)
-
-
 class RouterSocket:
     """A ROUTER whose endpoints limit their connections; poll its `socket` and `monitor`. Used by one thread.
 
@@ -105,7 +96,7 @@ class RouterSocket:
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, send_hwm)
         self.socket.setsockopt(zmq.RCVHWM, recv_hwm)
-        self.endpoints: list[LimitedEndpoint] = []
+        self.endpoints: list[BoundSocket] = []
         self._warnings = RateLimiter(WARNING_RATE)
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
@@ -122,9 +113,8 @@ class RouterSocket:
         Raises:
             EndpointError: it can't be served.
         """
-        bound = BoundSocket(self.socket, endpoint, own, role)
-        self.endpoints.append(LimitedEndpoint(bound, limit))
-        return bound
+        self.endpoints.append(BoundSocket(self.socket, endpoint, own, role, limit))
+        return self.endpoints[-1]
 
     def receive_waiting(self) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
         """Yields the routing id of each message's sender, with its key (`sender_key`), and the frames; never blocks."""
@@ -150,11 +140,11 @@ class RouterSocket:
         while self.monitor.poll(0):
             event, fd, address = receive_event(self.monitor)
             if event == zmq.EVENT_ACCEPTED:
-                named = (end for end in self.endpoints if end.bound.endpoint == address)
+                named = (end for end in self.endpoints if end.endpoint == address)
                 endpoint = next(named, self.endpoints[-1])  # ZeroMQ may spell the last one's address differently
                 endpoint.open_fds.add(fd)
                 if len(endpoint.open_fds) > endpoint.max_connections:
-                    endpoint.bound.close_connection(fd)
+                    endpoint.close_connection(fd)
             else:
                 for endpoint in self.endpoints:
                     endpoint.open_fds.discard(fd)
@@ -165,7 +155,7 @@ class RouterSocket:
             self.socket.disable_monitor()
         self.monitor.close(linger=0)
         for endpoint in self.endpoints:
-            endpoint.bound.close(self.linger_ms)
+            endpoint.close(self.linger_ms)
         self.socket.close(self.linger_ms)
 
 
@@ -203,12 +193,12 @@ class ClientSocket(RouterSocket):
     @property
     def endpoint(self) -> str:
         """The endpoint for clients, the last that was opened."""
-        return self.endpoints[-1].bound.endpoint
+        return self.endpoints[-1].endpoint
 
     @property
     def own_endpoint(self) -> str:
         """The endpoint for this server's other processes."""
-        return self.endpoints[0].bound.endpoint
+        return self.endpoints[0].endpoint
 
     def check_key(self, key: str) -> None:
         """Checks the key of a connected client. Raises KeyFault if it was revoked since."""
@@ -242,4 +232,4 @@ class ClientSocket(RouterSocket):
         request = read_request_id(frames)
         log.info("rejected a message: %s", error)
         if request is not None:
-            self.send(sender, Failed(request, error_kind(error), str(error)))
+            self.send(sender, Failed(request, type(error).__name__, str(error)))

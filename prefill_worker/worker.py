@@ -24,7 +24,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.protocol.endpoints import MAX_PIECE_BYTES
 from outrider.protocol.errors import CannotDraft, OutriderError, wrap_model_errors
-from outrider.protocol.messages import Close, KvMemory, Prefill, PromptKv, Shutdown
+from outrider.protocol.messages import Prefill, PromptKv, Shutdown
 from outrider.protocol.worker_link import Link, WorkerLoop
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class PrefillWorker(WorkerLoop[Reading]):
     Keys and values are packed in `layout`."""
 
     def __init__(self, link: Link, reader: MlxReader | PackageReader, layout: KVLayout) -> None:
-        super().__init__(link, lambda: reader.prompt_cache.use)
+        super().__init__(link, lambda: reader.prompt_cache.use, reader.prompt_cache.set_limit)
         self._reader, self._layout = reader, layout
 
     def turn(self) -> bool:
@@ -58,15 +58,10 @@ class PrefillWorker(WorkerLoop[Reading]):
                 self._close(message.request)
                 layers = self._reader(message.tokens[:-1].tolist(), message.start)
                 self._running[message.request] = Reading(message, layers, message.start)
-            case Close():
-                self._close(message.request)
-            case KvMemory():
-                self._reader.prompt_cache.set_limit(message.limit if message.prompt_cache else 0)
-                self._report()
             case Shutdown():
                 return False
             case _:
-                log.warning("a prefill worker can't handle %s", type(message).__name__)
+                self._handle(message)
         return True
 
     def _continue_reading(self, reading: Reading) -> None:

@@ -204,7 +204,8 @@ def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> No
 
 class BoundSocket:
     """Serves `endpoint` with `socket`, from creation to `close`, which closes the socket and leaves no file. The
-    attribute `endpoint` has the chosen port instead of 0.
+    attribute `endpoint` has the chosen port instead of 0. The owner of the socket keeps the descriptors of the open
+    connections in `open_fds`, and closes those beyond `max_connections`.
 
     With its `own` keys the socket admits those that its context's authentication allows for `role`, the ZAP domain;
     without an authentication it admits none. Later endpoints of the same socket are served with keys, too.
@@ -217,7 +218,9 @@ class BoundSocket:
             endpoint is not disturbed.
     """
 
-    def __init__(self, socket: Socket, endpoint: str, own: KeyPair | None = None, role: str = "") -> None:
+    def __init__(
+        self, socket: Socket, endpoint: str, own: KeyPair | None = None, role: str = "", max_connections: int = 0
+    ) -> None:
         where = parse_endpoint(endpoint)
         if own is None and not is_local(where):
             raise EndpointError(
@@ -228,6 +231,7 @@ class BoundSocket:
             socket.curve_server, socket.curve_secretkey = True, key_bytes(own.secret)
             socket.zap_domain = role.encode()
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # or a context without an authentication admits every key
+        self.max_connections, self.open_fds = max_connections, set[int]()
         self._socket = socket
         self._lock = SocketLock(where.path) if isinstance(where, Ipc) else None
         with ExitStack() as cleanup:

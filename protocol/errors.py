@@ -128,12 +128,6 @@ def first_line(error: Exception) -> str:
     return f"{first.rstrip()} {others[0].strip(' ,.')}" if first.rstrip().endswith(":") and others else first
 
 
-def error_kind(error: OutriderError) -> str:
-    """Returns the name of the error's class, or of its nearest base in this module, for a message."""
-    named = (cls for cls in type(error).__mro__ if find_class(cls.__name__) is cls)
-    return next(named, OutriderError).__name__
-
-
 def make_error(kind: str, message: str) -> OutriderError:
     """Returns an error of the class `kind`; a kind that this version doesn't have becomes an OutriderError."""
     return (find_class(kind) or OutriderError)(message)

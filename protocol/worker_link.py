@@ -306,9 +306,9 @@ class Link(Protocol):
 class WorkerLoop(ABC, Generic[Request]):
     """A worker's loop: its requests by their ids, and the handling that all workers share."""
 
-    def __init__(self, link: Link, cache_use: Callable[[], CacheUse]) -> None:
-        """`cache_use` returns the use of its prompt cache."""
-        self._link, self._cache_use = link, cache_use
+    def __init__(self, link: Link, cache_use: Callable[[], CacheUse], limit_cache: Callable[[int], None]) -> None:
+        """`cache_use` returns the use of its prompt cache, `limit_cache` sets its limit in bytes."""
+        self._link, self._cache_use, self._limit_cache = link, cache_use, limit_cache
         self._running: dict[str, Request] = {}
         self._reported_use = CacheUse()
         self._stale = 0
@@ -332,6 +332,21 @@ class WorkerLoop(ABC, Generic[Request]):
     @abstractmethod
     def _release(self, running: Request, discard: bool) -> None:
         """Frees a request's memory; its state may serve later requests. `discard`: keep nothing, after a failure."""
+
+    def _handle(self, message: messages.Message) -> None:
+        """Handles the messages that every worker gets."""
+        match message:
+            case messages.Close(request=request):
+                self._close(request)
+            case messages.KvMemory():
+                self._limit_memory(message)
+            case _:
+                log.warning("this worker can't handle %s", type(message).__name__)
+
+    def _limit_memory(self, message: messages.KvMemory) -> None:
+        """Sets the memory for all texts; a prompt cache that is switched off gets none."""
+        self._limit_cache(message.limit if message.prompt_cache else 0)
+        self._report()
 
     def _close(self, request: str, discard: bool = False) -> None:
         """Closes a request, if it is open."""

@@ -40,31 +40,27 @@ class LocalRanks:
     """Ranks 1 to `size` - 1 on this machine, each this program with `arguments`; this process becomes rank 0. Other
     ranks are started by mlx.launch.
 
-    They form MLX's ring over loopback, and find each other by a file of addresses. Each ends when rank 0's end of a
-    pipe closes, however rank 0 ends.
+    They form MLX's ring over loopback, and find each other by a file of addresses. Each ends when its stdin closes, and
+    so with rank 0, however that ends.
     """
 
     def __init__(self, size: int, arguments: Sequence[str], inherited: Sequence[int]) -> None:
         """`inherited`: further descriptors for the ranks. Raises WorkerError if a rank can't be started."""
         self._ending = False
-        theirs, self._lifeline = os.pipe()
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")
         hosts = Path(self._folder.name, "hosts.json")
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]), encoding="utf-8")
         os.environ.update({HOSTFILE_VARIABLE: str(hosts), RANK_VARIABLE: "0"})
         self._processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, "-P", "-m", "outrider.target_worker", *arguments, "--parent-fd", str(theirs)]
-        pipes = [theirs, *inherited]
+        command = [sys.executable, "-P", "-m", "outrider.target_worker", *arguments, "--parent-fd", "0"]
         try:
             for rank in range(1, size):
                 environment = {**os.environ, RANK_VARIABLE: str(rank)}
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=pipes)
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=inherited)
                 self._processes.append(process)
         except OSError as error:
             self.kill()
             raise WorkerError(f"a rank can't be started ({error}); expected {sys.executable} to run") from None
-        finally:
-            os.close(theirs)
         for rank, process in enumerate(self._processes, start=1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True, name=f"rank {rank}").start()
 

@@ -26,7 +26,6 @@ from outrider.grammar.compiler import GrammarCompiler
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.messages import (
-    Close,
     Halt,
     KvMemory,
     Message,
@@ -82,7 +81,7 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         leader: RankLeader | None = None,
         remote_head: Head | None = None,
     ) -> None:
-        super().__init__(link, lambda: self._cache.use)
+        super().__init__(link, lambda: self._cache.use, self._limit_caches)
         self._model = model
         self._leader = leader
         self._kv_cache = kv_cache or open_kv_cache(model)
@@ -172,14 +171,10 @@ class TargetWorker(WorkerLoop[TargetRequest]):
                     running.halting = True
                 case Prepare() | PromptKv() | Halt():
                     pass  # the request has ended, or begun again
-                case Close():
-                    self._close(message.request)
-                case KvMemory():
-                    self._set_memory_limits(message)
                 case Shutdown():
                     self._ending = True
                 case _:
-                    log.warning("a target can't handle %s", type(message).__name__)
+                    super()._handle(message)
         except OutriderError as error:
             self._fail_request(message, error)
 
@@ -271,14 +266,15 @@ class TargetWorker(WorkerLoop[TargetRequest]):
         running.slot.close()
         self._peak_memory.count_ended_text()
 
-    def _set_memory_limits(self, message: KvMemory) -> None:
-        """Sets the memory for all texts; in-process drafters get shares by the memory that a text takes in them."""
+    def _limit_memory(self, message: KvMemory) -> None:
         memory.set_limits(self._model.weight_bytes + self._drafters.weight_bytes, message.limit)
         if self._leader is not None:
             self._leader.broadcast(message)
-        limit = message.limit if message.prompt_cache else 0
+        super()._limit_memory(message)
+
+    def _limit_caches(self, limit: int) -> None:
+        """Divides the limit of the prompt caches: in-process drafters get shares by what a text takes in them."""
         self._cache.set_limit(self._drafters.divide_memory(limit, self._model.context_length, self.kv))
-        self._report()
 
     def _resume_waiting(self) -> None:
         """Continues requests that waited until another one had read their common prefix."""

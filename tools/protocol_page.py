@@ -208,6 +208,8 @@ def describe_type(shape: types.Type) -> str:
             return f"an array of {dtype}, {axes} {'axis' if axes == 1 else 'axes'} of at most {MAX_AXIS_LENGTH:,}{sign}"
         case types.VarTupleType(item_type=item, max_length=limit):
             return f"at most {limit:,} of: {describe_type(item)}"
+        case types.EnumType(cls=cls):
+            return ", ".join(f"{one.value} ({one.name.lower()})" for one in cls)
         case types.DictType(value_type=value, max_length=limit):
             return f"at most {limit:,} of: {describe_type(value)}, by name"
         case types.TupleType(item_types=items):

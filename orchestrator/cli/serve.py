@@ -16,7 +16,7 @@ from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.http_settings import MAX_WAIT_SECONDS, HttpSettings
 from outrider.orchestrator.settings import ENDPOINTS, ServeSettings
 from outrider.protocol import values
-from outrider.protocol.errors import OutriderError, error_kind, make_error
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 from outrider.protocol.worker_link import end_with_parent
 
@@ -51,9 +51,7 @@ def run(options: argparse.Namespace) -> int:
         drain = values.check_int("drain_timeout", options.drain_timeout, 0, MAX_WAIT_SECONDS)
         if options.for_parent:
             return _run_for_parent(settings, http)
-        unfinished = serve.run(settings, board.announce, status=board.status, http=http, drain_timeout=drain)
-        if unfinished is not None:
-            raise make_error(unfinished.kind, unfinished.message)
+        serve.run(settings, board.announce, status=board.status, http=http, drain_timeout=drain)
     except OutriderError as error:
         if not in_json:
             raise
@@ -70,12 +68,10 @@ def _run_for_parent(settings: ServeSettings, http: HttpSettings | None) -> int:
     os.dup2(STDERR, STDOUT)  # for what a library prints
     end_with_parent(STDIN, SHUTDOWN_SECONDS)
     try:
-        unfinished = serve.run(settings, partial(announce, line), http=http)
+        serve.run(settings, partial(announce, line), http=http)
     except OutriderError as error:
-        announce(line, Failure(error_kind(error), str(error)))
+        announce(line, Failure(type(error).__name__, str(error)))
         return error.exit_code
-    if unfinished is not None:
-        announce(line, unfinished)
     return 0
 
 

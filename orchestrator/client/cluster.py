@@ -118,8 +118,8 @@ class LocalCluster(AbstractContextManager["LocalCluster"]):
                 self._process.kill()
                 self._process.communicate()
                 return None
-        last = map(read_announcement, announced.splitlines())
-        return next((one for one in last if isinstance(one, Failure) and one.at_end), None)
+        last = [one for one in map(read_announcement, announced.splitlines()) if isinstance(one, Failure)]
+        return next((one for one in last if one.kind != WorkerError.__name__), None)  # requests have got that error
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

@@ -23,7 +23,7 @@ from outrider.orchestrator.pairing.detokenizer import TextDelta
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.sockets import ClientMessage, ClientSocket
 from outrider.protocol import clock, messages
-from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, WorkerError, error_kind
+from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, WorkerError
 from outrider.protocol.schema import MAX_SERIAL
 from outrider.protocol.stats import KvUse
 
@@ -135,7 +135,7 @@ class Front:
             self._check_capacity(path[0], key)
             ticket = self._admission.accept(generate, f"r{next(self._serials)}", sender, path)
         except OutriderError as error:
-            refusal = messages.Failed(generate.request, error_kind(error), str(error))
+            refusal = messages.Failed(generate.request, type(error).__name__, str(error))
             self._failures[refusal.kind] += 1
             log.info("refused %s: %s", refusal.request, error, extra={"client_request": refusal.request})
             self._clients.send(sender, refusal)

@@ -126,9 +126,8 @@ class TextChunk(RequestMessage, frozen=True):
     chunk.
 
     `logprobs`, `origins` and `rounds` are present if the request asked for them, and so are `prompt_logprobs`, of the
-    prompt after its first token, in the first chunk. Origins are 0 target, 1 prepared, 2
-    drafted on request, 3 an n-gram of the text or a table, 4 drafted by a head, 5 an alternative of a tree. `rounds`
-    are those that produced the tokens.
+    prompt after its first token, in the first chunk. `rounds` are those that produced the tokens. Origin 3 is an
+    n-gram of the text or a table, 5 an alternative of a tree.
     """
 
     text: Text

@@ -41,6 +41,8 @@ def strategy_for_type(shape: types.Type) -> st.SearchStrategy[Any]:
             return hnp.arrays(dtype, lengths, elements={**low, **finite})
         case types.VarTupleType(item_type=item, max_length=int(limit)):
             return st.lists(strategy_for_type(item), max_size=min(limit, 5)).map(tuple)
+        case types.EnumType(cls=cls):
+            return st.sampled_from(cls)
         case types.DictType(key_type=key, value_type=value, max_length=int(limit)):
             return st.dictionaries(strategy_for_type(key), strategy_for_type(value), max_size=min(limit, 5))
         case types.TupleType(item_types=items):

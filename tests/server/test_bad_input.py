@@ -20,7 +20,7 @@ from outrider import __version__
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.orchestrator.pairing.tokenizer import TextCodec
-from outrider.protocol.errors import InvalidRequest, PromptTooLong, UnknownDrafter, error_kind, make_error
+from outrider.protocol.errors import InvalidRequest, PromptTooLong, UnknownDrafter, make_error
 from outrider.protocol.schema import Origin
 from outrider.server.app import build_app
 from outrider.server.endpoints import chat, messages, responses
@@ -891,11 +891,11 @@ def test_http_settings_round_trip_through_json(tmp_path: Path) -> None:
 
 def test_unknown_drafter_error_names_the_speculation_field():
     """Only the orchestrator knows the drafters, so the error arrives through its socket, by name."""
-    answered = make_error(error_kind(UnknownDrafter("")), "no drafter is called 'x' here; expected draft")
+    answered = make_error(UnknownDrafter.__name__, "no drafter is called 'x' here; expected draft")
     assert (to_problem(answered).status, to_problem(answered).param) == (400, "speculation")
 
 
 def test_prompt_without_room_in_the_memory_for_texts_exceeds_the_context_too() -> None:
     """At this code clients shorten their conversation, which is the only remedy."""
-    answered = make_error(error_kind(PromptTooLong("")), "the prompt is too long: 9 tokens > 5 maximum")
+    answered = make_error(PromptTooLong.__name__, "the prompt is too long: 9 tokens > 5 maximum")
     assert (to_problem(answered).status, to_problem(answered).code) == (400, "context_length_exceeded")

@@ -63,6 +63,8 @@ def _random_value(rng: random.Random, shape: types.Type) -> Any:
             return rng.choice((0.0, 1.0, rng.random()))
         case types.FloatType():
             return rng.choice((0.0, -1.5, 1e308, rng.random()))
+        case types.EnumType(cls=cls):
+            return rng.choice(list(cls))
         case types.BoolType():
             return rng.random() < 0.5
         case types.StrType(pattern=str(pattern)):
