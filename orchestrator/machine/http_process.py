@@ -40,13 +40,14 @@ log = logging.getLogger(__name__)
 
 
 class HttpListener:
-    """A TCP socket that listens on the settings' host and port; `url`: its address for clients.
+    """A TCP socket that listens on the settings' host and port; `url`: its address for clients. `hint`, which settings
+    to change, ends the error.
 
     Raises:
         EndpointError: the host is unknown or the port is taken; the message says what to do.
     """
 
-    def __init__(self, settings: HttpSettings) -> None:
+    def __init__(self, settings: HttpSettings, hint: str = "--host, --port; or --no-http") -> None:
         host, port = settings.host, settings.port
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -54,7 +55,7 @@ class HttpListener:
             both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # all interfaces: also of IPv4
             self.socket = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
         except (OSError, UnicodeError) as error:
-            raise EndpointError(f"{listen_error(f'{host}:{port}', error)} (--host, --port; or --no-http)") from None
+            raise EndpointError(f"{listen_error(f'{host}:{port}', error)} ({hint})") from None
         host, port = self.socket.getsockname()[:2]
         self.url = f"{settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self.settings = settings
