@@ -20,6 +20,7 @@ from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import MALLOC_ENV, STDERR, SpawnedProcess, child_environment, python
 from outrider.orchestrator.pairing.model_files import ModelFiles
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.endpoints import listen_error
 from outrider.protocol.errors import EndpointError, WorkerError
 
@@ -66,23 +67,17 @@ class HttpListener:
 
 class HttpProcess:
     """The process that serves a listener's socket as a client of the orchestrator at `endpoint`, from creation to
-    `close`; `check` restarts it if it has ended.
+    `close`; `check` restarts it if it has ended. `settings`: the orchestrator's, for the log.
 
     Raises:
         WorkerError: it can't be started.
     """
 
     def __init__(
-        self,
-        listener: HttpListener,
-        endpoint: str,
-        model: ModelFiles,
-        run_dir: Path,
-        log_level: str,
-        log_format: str = "text",
+        self, listener: HttpListener, endpoint: str, model: ModelFiles, run_dir: Path, settings: ServeSettings
     ) -> None:
-        descriptor, folder = listener.socket.fileno(), str(model.folder)
-        self._order = HttpOrder(listener.settings, endpoint, model.name, folder, descriptor, log_level, log_format)
+        served = model.name, str(model.folder), listener.socket.fileno()
+        self._order = HttpOrder(listener.settings, endpoint, *served, settings.log_level, settings.log_format)
         self._log = run_dir / "http.log"
         self._start()
 

@@ -212,7 +212,7 @@ def test_http_process_that_cannot_be_started_raises_worker_error(monkeypatch, tm
         before = len(os.listdir("/dev/fd"))
         model = SimpleNamespace(name="m", folder="/m")
         with pytest.raises(WorkerError, match=r"the HTTP server can't be started .* expected /no/python to run"):
-            HttpProcess(listener, "ipc:///e", model, tmp_path, "warning")
+            HttpProcess(listener, "ipc:///e", model, tmp_path, ServeSettings())
         assert len(os.listdir("/dev/fd")) == before, "a pipe or the shared log was left open"
 
 
