@@ -68,14 +68,12 @@ def main(load: Load = load_worker) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="draft_worker", description=__doc__)
-    worker_link.add_flags(parser, "draft-0")
-    parser.add_argument("--backend", choices=BACKENDS, default="mlx")
-    parser.add_argument("--model", required=True, help="a model directory")
+    parser = worker_link.create_parser("outrider.draft_worker")
+    parser.add_argument("--backend", choices=BACKENDS, required=True)
     parser.add_argument("--target", default="", help="the model whose hidden states a head reads")
-    parser.add_argument("--prefill", default="mlx", help="what reads prompts for mlx: mlx, coreml or a package")
-    parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="where MLX computes")
-    parser.add_argument("--fan-out", choices=sorted(FAN_OUT_POLICIES), default="best-first")
+    parser.add_argument("--prefill", required=True, help="what reads prompts for mlx: mlx, coreml or a package")
+    parser.add_argument("--device", choices=["auto", "cpu"], required=True, help="where MLX computes")
+    parser.add_argument("--fan-out", choices=sorted(FAN_OUT_POLICIES), required=True)
     parser.add_argument("--vocabulary", default="", help="a digest of the texts of the model's tokens")
     return parser
 

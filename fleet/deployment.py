@@ -151,7 +151,6 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
     Raises:
         OutriderError: it can't run, or is not complete after `wait` seconds.
     """
-    ingress = plan.ingress
     show("connecting to the head")
     if plan.engine.model is not None:
         find_model(plan.engine.model, weights=False)  # the ingress tokenizes with it, and starts on this host
@@ -161,13 +160,7 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
     head.store_models([name for name in (plan.engine.model, plan.engine.draft_model) if name and plan.placed])
     with connect_to_ray(address):
         if APP_NAME not in serve.status().applications:
-            try:
-                HttpListener(ingress).close()
-            except EndpointError:
-                raise EndpointError(
-                    f"the ingress can't listen at {ingress.host}:{ingress.port}: the port is in use, or this host does"
-                    " not have the address; expected another ingress.port or ingress.host in the file"
-                ) from None
+            HttpListener(plan.ingress, "ingress.host, ingress.port").close()  # raises EndpointError if it can't listen
         show("deploying the fleet on Ray")
         deploy(plan)
         _wait_until_running(show, wait)

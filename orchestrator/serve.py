@@ -181,8 +181,7 @@ def _run_threads(
             clients.open(keyed, share, auth.own, CLIENT)
         http = None
         if listener is not None:
-            level, form = settings.log_level, settings.log_format
-            http = HttpProcess(listener, clients.own_endpoint, pair.target, directory.path, level, form)
+            http = HttpProcess(listener, clients.own_endpoint, pair.target, directory.path, settings)
             stack.callback(http.close)
         queues = ThreadQueues()
         core = Core(settings, context, queues.core, queues.events, directory.path, auth)

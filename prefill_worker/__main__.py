@@ -56,10 +56,8 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, Prefill
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="prefill_worker", description=__doc__)
-    worker_link.add_flags(parser, "prefill-0")
-    parser.add_argument("--backend", choices=["coreml", "mlx"], default="mlx")
-    parser.add_argument("--model", required=True, help="the target's model directory")
+    parser = worker_link.create_parser("outrider.prefill_worker")
+    parser.add_argument("--backend", choices=["coreml", "mlx"], required=True)
     return parser
 
 

@@ -25,7 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import zmq
 
-from outrider.protocol import clock, endpoints, messages, process
+from outrider.protocol import clock, endpoints, messages
 from outrider.protocol.clock import IDLE_REQUEST_TIMEOUT_NS
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
 from outrider.protocol.endpoints import Tcp, connect, find_client_keys, parse_endpoint, probe
@@ -384,20 +384,17 @@ class WorkerLoop(ABC, Generic[Request]):
         log.debug("stale %s of round %d (%d so far)", kind, message.round, self._stale, extra=about)
 
 
-def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> None:
-    """Adds the flags of all workers. `far`: the worker may run on another machine than its orchestrator."""
-    parser.add_argument("--endpoint", required=True)
-    parser.add_argument("--name", default=name)
-    parser.add_argument("--parent-fd", type=int, default=None)
-    parser.add_argument("--incarnation", type=int, default=None, help="random if not given")
-    if far:
-        parser.add_argument("--keys", type=Path, default=None, help="the folder of keys")
-        parser.add_argument("--server-key", default=None, help="the server's public key (default: the trusted one)")
-    else:
-        parser.set_defaults(keys=None, server_key=None)
-    parser.add_argument("--log-level", default="warning")
-    parser.add_argument("--log-format", choices=process.LOG_FORMATS, default="text")
-    parser.add_argument("--log-fd", type=int, default=None, help="the log file of the server that started it")
+def create_parser(module: str) -> argparse.ArgumentParser:
+    """Returns a parser with the flags that all workers have; the worker's `module` adds its own."""
+    parser = argparse.ArgumentParser(prog=module)
+    for name in ("--endpoint", "--name", "--model", "--log-level", "--log-format"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--parent-fd", type=int)
+    parser.add_argument("--incarnation", type=int, help="random if not given")
+    parser.add_argument("--keys", type=Path, help="the folder of keys")
+    parser.add_argument("--server-key", help="the server's public key (default: the trusted one)")
+    parser.add_argument("--log-fd", type=int, help="the log file of the server that started it")
+    return parser
 
 
 def run_worker(

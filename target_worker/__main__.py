@@ -138,15 +138,13 @@ def _as_rank(options: argparse.Namespace, load: Load) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="target_worker", description=__doc__)
-    worker_link.add_flags(parser, "target-0", far=False)
-    parser.add_argument("--model", required=True)
+    parser = worker_link.create_parser("outrider.target_worker")
     drafts = f"draft in this process with a model ({DRAFT_MODEL}) or a head ({', '.join(HEAD_KINDS)}); repeatable"
     parser.add_argument("--drafter", nargs=2, action="append", default=[], metavar=("KIND", "PATH"), help=drafts)
     parser.add_argument("--ngrams", metavar="TABLE", help="draft from n-grams, also of this table (empty: no table)")
     features = "publish the features that this head reads in the draft worker"
     parser.add_argument("--publish-features", nargs=2, metavar=("KIND", "PATH"), help=features)
-    parser.add_argument("--shards", type=int, default=1, help="ranks on this machine, each with a part of the model")
+    parser.add_argument("--shards", type=int, required=True, help="ranks here, each with a part of the model")
     parser.add_argument("--shard", action="store_true", help="run as one of several ranks that mlx.launch started")
     return parser
 

@@ -18,6 +18,7 @@ import zmq
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.pairing.model_files import TINY_TARGET, find_model
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import messages
 from outrider.protocol.codec import decode, encode
 from tools.web.streams import CompletionsClient
@@ -58,7 +59,7 @@ def main() -> None:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         socket.bind(endpoint := f"ipc://{folder}/clients")
         Thread(target=orchestrate, args=(socket, pace), daemon=True).start()
-        process = HttpProcess(listener, endpoint, find_model(str(TINY_TARGET)), Path(folder), "warning")
+        process = HttpProcess(listener, endpoint, find_model(str(TINY_TARGET)), Path(folder), ServeSettings())
         reader, clock = CompletionsClient(listener.url), cpu_clock_id(process.pid)
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:

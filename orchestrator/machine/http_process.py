@@ -20,6 +20,7 @@ from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import MALLOC_ENV, STDERR, SpawnedProcess, child_environment, python
 from outrider.orchestrator.pairing.model_files import ModelFiles
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.endpoints import listen_error
 from outrider.protocol.errors import EndpointError, WorkerError
 
@@ -40,13 +41,14 @@ log = logging.getLogger(__name__)
 
 
 class HttpListener:
-    """A TCP socket that listens on the settings' host and port; `url`: its address for clients.
+    """A TCP socket that listens on the settings' host and port; `url`: its address for clients. `hint`, which settings
+    to change, ends the error.
 
     Raises:
         EndpointError: the host is unknown or the port is taken; the message says what to do.
     """
 
-    def __init__(self, settings: HttpSettings) -> None:
+    def __init__(self, settings: HttpSettings, hint: str = "--host, --port; or --no-http") -> None:
         host, port = settings.host, settings.port
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -54,7 +56,7 @@ class HttpListener:
             both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # all interfaces: also of IPv4
             self.socket = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
         except (OSError, UnicodeError) as error:
-            raise EndpointError(f"{listen_error(f'{host}:{port}', error)} (--host, --port; or --no-http)") from None
+            raise EndpointError(f"{listen_error(f'{host}:{port}', error)} ({hint})") from None
         host, port = self.socket.getsockname()[:2]
         self.url = f"{settings.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         self.settings = settings
@@ -65,23 +67,17 @@ class HttpListener:
 
 class HttpProcess:
     """The process that serves a listener's socket as a client of the orchestrator at `endpoint`, from creation to
-    `close`; `check` restarts it if it has ended.
+    `close`; `check` restarts it if it has ended. `settings`: the orchestrator's, for the log.
 
     Raises:
         WorkerError: it can't be started.
     """
 
     def __init__(
-        self,
-        listener: HttpListener,
-        endpoint: str,
-        model: ModelFiles,
-        run_dir: Path,
-        log_level: str,
-        log_format: str = "text",
+        self, listener: HttpListener, endpoint: str, model: ModelFiles, run_dir: Path, settings: ServeSettings
     ) -> None:
-        descriptor, folder = listener.socket.fileno(), str(model.folder)
-        self._order = HttpOrder(listener.settings, endpoint, model.name, folder, descriptor, log_level, log_format)
+        served = model.name, str(model.folder), listener.socket.fileno()
+        self._order = HttpOrder(listener.settings, endpoint, *served, settings.log_level, settings.log_format)
         self._log = run_dir / "http.log"
         self._start()
 

@@ -105,12 +105,11 @@ def worker_command(
 ) -> list[str]:
     """Returns the command line of a worker; `settings` must name folders (see `pairing`)."""
     model = settings.draft_model if role == "draft" else settings.model
-    options = ["--endpoint", endpoint, "--name", name, "--model", str(model), "--log-level", settings.log_level]
-    options += ["--log-format", settings.log_format] if settings.log_format != "text" else []
+    options = ["--endpoint", endpoint, "--name", name, "--model", str(model)]
+    options += ["--log-level", settings.log_level, "--log-format", settings.log_format]
     if role == "draft":
         options += ["--backend", settings.draft_backend, "--fan-out", settings.fan_out]
-        options += ["--prefill", settings.draft_prefill] if settings.draft_prefill != "mlx" else []
-        options += ["--device", settings.draft_device] if settings.draft_device != "auto" else []
+        options += ["--prefill", settings.draft_prefill, "--device", settings.draft_device]
         options += ["--target", str(settings.model)] if settings.drafts_with_head else []
     if role == "prefill":
         options += ["--backend", settings.prefill_backend]
@@ -120,7 +119,7 @@ def worker_command(
         options += ["--ngrams", settings.ngram_table or ""]
     if role == "target" and settings.drafts_with_head and not settings.colocate:
         options += ["--publish-features", settings.draft_backend, str(settings.draft_model)]
-    if role == "target" and settings.shards > 1:
+    if role == "target":
         options += ["--shards", str(settings.shards)]
     if parent_fd is not None:
         options += ["--parent-fd", str(parent_fd)]

@@ -13,19 +13,23 @@ import pytest
 from outrider.draft_worker import __main__ as program
 from outrider.drafters.drafter import BACKENDS, make_drafter
 from outrider.drafters.mlx import MlxDrafter
+from outrider.orchestrator.machine.spawn import worker_command
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import OutriderError
 from tests.system.links import FakeLink
 from tests.system.markov import markov
 
 
-@pytest.mark.parametrize(("given", "chosen"), [([], []), (["--device", "auto"], []), (["--device", "cpu"], [mx.cpu])])
-def test_device_option_keeps_a_drafter_on_the_cpu(monkeypatch, given, chosen):
+@pytest.mark.parametrize(("device", "chosen"), [("auto", []), ("cpu", [mx.cpu])])
+def test_device_option_keeps_a_drafter_on_the_cpu(monkeypatch, device, chosen):
     devices = []
 
     monkeypatch.setattr(mx, "set_default_device", devices.append)
     monkeypatch.setattr(program.worker_link, "run_worker", lambda options, load: 7)
     monkeypatch.setattr(program.process, "configure_logging", lambda *given: None)
-    monkeypatch.setattr("sys.argv", ["draft_worker", "--endpoint", "ipc:///e", "--model", "m", *given])
+    settings = ServeSettings(model="m", draft_model="d", draft_device=device)
+    command = worker_command("draft", "draft-0", "ipc:///e", settings)
+    monkeypatch.setattr("sys.argv", command[command.index("outrider.draft_worker") :])
     assert program.main() == 7
     assert devices == chosen
 

@@ -108,8 +108,8 @@ def test_an_ingress_port_in_use_is_refused(at_head: Path) -> None:
         (at_head / "fleet.yaml").write_text(f"placed:\ningress: {{port: {port}}}\n")
         refused = command("run", str(at_head / "fleet.yaml"), "--folder", str(at_head))
     last_error = last_line(refused.stderr)
-    assert refused.returncode == 4 and f"the ingress can't listen at 127.0.0.1:{port}" in last_error
-    assert "expected another ingress.port or ingress.host" in last_error
+    assert refused.returncode == 4 and f"127.0.0.1:{port} can't be used: the port is in use" in last_error
+    assert "choose another port (ingress.host, ingress.port)" in last_error
 
 
 def last_line(err: str) -> str:

@@ -69,7 +69,7 @@ def test_worker_commands_follow_the_settings():
     target = spawn.worker_command("target", "target-0", "ipc:///e", SETTINGS, 9)
     assert target[1:] == [
         "-P", "-m", "outrider.target_worker", "--endpoint", "ipc:///e", "--name", "target-0", "--model", "/m",
-        "--log-level", "info", "--ngrams", "", "--parent-fd", "9",
+        "--log-level", "info", "--log-format", "text", "--ngrams", "", "--shards", "1", "--parent-fd", "9",
     ]  # fmt: skip
     with_table = spawn.worker_command("target", "target-0", "ipc:///e", replace(SETTINGS, ngram_table="/t"))
     assert with_table[with_table.index("--ngrams") + 1] == "/t"
@@ -77,7 +77,7 @@ def test_worker_commands_follow_the_settings():
     draft = spawn.worker_command("draft", "draft-0", "ipc:///e", SETTINGS)
     assert draft[3:] == [
         "outrider.draft_worker", "--endpoint", "ipc:///e", "--name", "draft-0", "--model", "/d", "--log-level", "info",
-        "--backend", "mlx", "--fan-out", "uniform",
+        "--log-format", "text", "--backend", "mlx", "--fan-out", "uniform", "--prefill", "mlx", "--device", "auto",
     ]  # fmt: skip
     colocated = ServeSettings(model="/m", draft_model="/d", colocate=True)
     command = spawn.worker_command("target", "target-0", "ipc:///e", colocated)
@@ -97,7 +97,7 @@ def test_environment_names_another_implementation_of_a_worker(monkeypatch):
         spawn.worker_command("target", "w", "ipc:///e", SETTINGS)
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("role", ["target", "draft", "prefill"])
 def test_workers_accept_their_command_lines(role):
     command = spawn.worker_command(role, "w", "ipc:///e", SETTINGS, 9)
     asked = subprocess.run(
@@ -212,7 +212,7 @@ def test_http_process_that_cannot_be_started_raises_worker_error(monkeypatch, tm
         before = len(os.listdir("/dev/fd"))
         model = SimpleNamespace(name="m", folder="/m")
         with pytest.raises(WorkerError, match=r"the HTTP server can't be started .* expected /no/python to run"):
-            HttpProcess(listener, "ipc:///e", model, tmp_path, "warning")
+            HttpProcess(listener, "ipc:///e", model, tmp_path, ServeSettings())
         assert len(os.listdir("/dev/fd")) == before, "a pipe or the shared log was left open"
 
 

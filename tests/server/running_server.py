@@ -16,6 +16,7 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import find_model
+from outrider.orchestrator.settings import ServeSettings
 from tests.tiny import Pair
 
 KEY = "a-key-of-the-tests"
@@ -39,7 +40,7 @@ class RunningServer:
 def serving(endpoint: str, model: Path, folder: Path, **settings: object) -> Iterator[RunningServer]:
     """Serves HTTP for a running cluster, whose clients' endpoint is `endpoint`."""
     listener = HttpListener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
-    process = HttpProcess(listener, endpoint, find_model(str(model)), folder, "warning")
+    process = HttpProcess(listener, endpoint, find_model(str(model)), folder, ServeSettings())
     try:
         wait_until_up(listener.url, process)
         yield RunningServer(listener.url, Client(endpoint), process)

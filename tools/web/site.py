@@ -16,6 +16,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.pairing.model_files import ModelFiles
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 
 START_TIMEOUT_SECONDS, REQUEST_TIMEOUT_SECONDS = 60.0, 5.0
@@ -49,7 +50,7 @@ def run_site(cluster: LocalCluster, model: ModelFiles, **settings: object) -> It
     """
     listener = HttpListener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
     with TemporaryDirectory() as folder:
-        process = HttpProcess(listener, cluster.endpoint, model, Path(folder), "warning")
+        process = HttpProcess(listener, cluster.endpoint, model, Path(folder), ServeSettings())
 
         def is_alive() -> bool:
             process.check()

@@ -12,6 +12,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.pairing.model_files import TINY_DRAFT, TINY_TARGET, find_model
+from outrider.orchestrator.settings import ServeSettings
 from tests.harness.conformance.case import Servers
 from tests.harness.conformance.http_client import Server
 from tests.harness.scripted_model import write_scripted
@@ -25,7 +26,7 @@ def serve_pair(target: Path, draft: Path, names: tuple[str, ...] = ()) -> Iterat
         cluster = stack.enter_context(LocalCluster(model=target, draft_model=draft))
         listener = HttpListener(HttpSettings(port=0, model_names=names))
         stack.callback(listener.close)
-        process = HttpProcess(listener, cluster.endpoint, find_model(str(target)), folder, "warning")
+        process = HttpProcess(listener, cluster.endpoint, find_model(str(target)), folder, ServeSettings())
         stack.callback(process.close)
         yield listener.url
 
