@@ -18,7 +18,7 @@ DURATION_BOUNDS_MS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 20
 
 
 def add_counts(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
-    """Adds counts name by name. Keeps the latest `MAX_COUNTED_NAMES`: drafters may come with new names for ever."""
+    """Adds counts name by name. Keeps the latest `MAX_COUNTED_NAMES`: drafters with new names may keep joining."""
     kept = [*(name for name in left if name not in right), *right][-MAX_COUNTED_NAMES:]
     return {name: left.get(name, 0) + right.get(name, 0) for name in kept}
 

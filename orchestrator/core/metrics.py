@@ -227,8 +227,8 @@ class RequestMetrics:
 
 
 class DurationHistogram:
-    """Counts durations in fixed buckets, cheaply enough for every round. Another thread may take a snapshot, which
-    lacks the newest at worst."""
+    """Counts durations in fixed buckets, cheaply enough for every round. Any thread may take a snapshot, which may lack
+    the newest duration."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_DURATION_BOUNDS_NS) + 1)
