@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.dialogue import EMPTY_PROMPT, GenerationResult, Prompt, generate_message, pluralize
 from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.chat_template import Message
-from outrider.orchestrator.pairing.model_files import default_model, find_model, is_on_disk
+from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.settings import ServeSettings, flag_of
 from outrider.protocol.digest import replace_file
@@ -320,7 +321,7 @@ def _find_served_model(options: argparse.Namespace) -> str:
                 raise
             continue
         name = next((worker.model for worker in workers if worker.role == "target" and worker.model), None)
-        if name is not None and not is_on_disk(name):
+        if name is not None and not os.path.exists(name):
             raise ModelError(
                 f"the server's model is in {name} on its own machine, and this one needs its tokenizer for a"
                 " conversation; copy that folder here, or use the server's page or HTTP API"

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from outrider.orchestrator.pairing.model_files import (
-    DEFAULT_MODEL,
-    TINY,
-    ModelFiles,
-    find_model,
-    is_on_disk,
-    tiny_pair,
-)
+from outrider.orchestrator.pairing.model_files import DEFAULT_MODEL, ModelFiles, find_model, has_tiny_pair, tiny_pair
 from outrider.orchestrator.pairing.pulled import PULLED_MODELS, PulledModel
 from outrider.orchestrator.pairing.tokenizer import load_codec, ordinary_tokens, require_same_vocabulary
 from outrider.protocol.errors import InvalidRequest
@@ -83,7 +76,7 @@ def _format_pairs() -> str:
         "`outrider pairs TARGET DRAFT` compares the vocabularies of any two models.",
     ]
     lines += ["", "downloads by name (outrider pull NAME, --model NAME):", *map(_format_pulled, PULLED_MODELS.values())]
-    if is_on_disk(TINY):
+    if has_tiny_pair():
         target, draft = tiny_pair()
         lines += ["", "for tests, in a clone (--model tiny):", f"  {target}", f"  + {draft}"]
     return "\n".join(lines)

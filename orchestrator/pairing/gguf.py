@@ -98,11 +98,13 @@ class GgufFile:
         texts: list[str] = self._get(key, None, list, "a list of texts")
         return texts
 
-    def numbers(self, key: str) -> NDArray[np.generic] | None:
-        """Returns the list, or None if there is no such key."""
+    def numbers(self, key: str, count: int) -> NDArray[np.generic] | None:
+        """Returns the list of `count` numbers, or None if there is no such key."""
         if key not in self.metadata:
             return None
         numbers: NDArray[np.generic] = self._get(key, None, np.ndarray, "a list of numbers")
+        if len(numbers) != count:
+            raise ModelError(f"{self.path}: {key} has {len(numbers)} numbers; expected {count}: download it again")
         return numbers
 
     def read_tensor_bytes(self, name: str) -> NDArray[np.uint8]:

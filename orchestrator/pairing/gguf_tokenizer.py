@@ -62,9 +62,7 @@ def write_tokenizer(file: GgufFile, folder: Path, vocabulary: int) -> dict[str, 
         raise ModelError(f"{file.path} has a token twice; choose another file of this model")
     if kind not in ("gpt2", "llama"):
         raise ModelError(f"{file.path} has a tokenizer of the kind {kind!r}; expected gpt2 or llama")
-    types = file.numbers("tokenizer.ggml.token_type")
-    if types is not None and len(types) != len(tokens):
-        raise ModelError(f"{file.path} has {len(tokens)} tokens, but {len(types)} token types; download it again")
+    types = file.numbers("tokenizer.ggml.token_type", len(tokens))
     typed = [_NORMAL] * len(tokens) if types is None else types.tolist()
     typed = [_CONTROL if token in _END_TOKENS else kind for token, kind in zip(tokens, typed, strict=True)]
     tokenizer = _byte_level_tokenizer(file, tokens) if kind == "gpt2" else _sentencepiece_tokenizer(file, tokens, typed)
@@ -116,9 +114,7 @@ def _sentencepiece_tokenizer(file: GgufFile, tokens: Sequence[str], types: Seque
     gemma = file.architecture.startswith("gemma")
     spelled = [_SPACE * len(token) if gemma and token and not token.strip(" ") else token for token in tokens]
     vocabulary = {token: place for place, token in enumerate(spelled)}
-    scores = file.numbers("tokenizer.ggml.scores")
-    if scores is not None and len(scores) != len(tokens):
-        raise ModelError(f"{file.path} has {len(tokens)} tokens, but {len(scores)} scores; download it again")
+    scores = file.numbers("tokenizer.ggml.scores", len(tokens))
     by_place = gemma or scores is None
     rank = {token: float(place) if by_place else -float(scores[place]) for token, place in vocabulary.items()}  # type: ignore[index]
     unknown = next((token for token, kind in zip(spelled, types, strict=True) if kind == _UNKNOWN), None)

@@ -116,16 +116,14 @@ def default_model(keep_precision: bool = False) -> tuple[str, str | None]:
     try:
         return find_model(DEFAULT_MODEL, weights=False, keep_precision=keep_precision).name, None
     except ModelError as error:
-        if not is_on_disk(TINY):
+        if not has_tiny_pair():
             raise
         return TINY, f"{error}; using the tiny test model (--model tiny) instead, whose answers make little sense"
 
 
-def is_on_disk(name: str) -> bool:
-    """Returns whether `name` is a path on this machine, or a named model whose files are here."""
-    if name == TINY:
-        return (TINY_TARGET / "config.json").is_file()
-    return PULLED_MODELS[name].is_on_disk if name in PULLED_MODELS else _find_path(name) is not None
+def has_tiny_pair() -> bool:
+    """Returns whether this installation has the tiny pair."""
+    return (TINY_TARGET / "config.json").is_file()
 
 
 def is_gguf(path: Path) -> bool:
@@ -165,7 +163,7 @@ def tiny_pair() -> tuple[str, str]:
     Raises:
         ModelError: this installation has no tiny pair.
     """
-    if not is_on_disk(TINY):
+    if not has_tiny_pair():
         raise ModelError("the tiny pair for tests comes with a clone of the repository only; name another --model")
     return str(TINY_TARGET), str(TINY_DRAFT)
 

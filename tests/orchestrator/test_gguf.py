@@ -541,6 +541,7 @@ def test_non_gguf_files_are_refused(tmp_path):
         ({"metadata": {"llama.rope.freq_base": [1.0, 2.0]}}, "freq_base is [1.0, 2.0]; expected a number"),
         ({"metadata": {"tokenizer.ggml.tokens": "none"}}, "tokens is 'none'; expected a list of texts"),
         ({"metadata": {"tokenizer.ggml.add_bos_token": 1}}, "add_bos_token is 1; expected true or false"),
+        ({"metadata": {"tokenizer.ggml.token_type": [1, 1]}}, "tokenizer.ggml.token_type has 2 numbers; expected"),
         ({"without": "llama.embedding_length"}, "has no llama.embedding_length in its metadata"),
         ({"without": "blk.1.ffn_up.weight"}, "has no tensor blk.1.ffn_up.weight, which llama models have"),
         ({"tensors": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}}, "has the tensor blk.0.attn_sinks.weight"),
