@@ -24,7 +24,7 @@ from outrider.protocol.version import install_command
 from outrider.server.app import build_app
 from outrider.server.connection import Connection
 from outrider.server.model.served import load_served_model
-from outrider.server.server_context import CallerClients
+from outrider.server.server_context import OrchestratorClient
 
 if TYPE_CHECKING:
     from outrider.server.tracing import Tracing
@@ -44,7 +44,7 @@ def main() -> None:
     process.configure_logging(order.log_level, order.log_format, "http", order.log_fd)
     model = load_served_model(order.model, Path(order.folder), order.settings.model_names, order.settings.tool_fallback)
     tracing = _set_up_tracing(order.settings, model.id)
-    app = build_app(model, CallerClients(order.endpoint), order.settings, tracing)
+    app = build_app(model, OrchestratorClient(order.endpoint), order.settings, tracing)
     server = uvicorn.Server(uvicorn_config(app, order.settings))
 
     def end_with_parent() -> None:

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Annotated, Any, Protocol, TypeVar
+from functools import partial
+from typing import Annotated, Any, Protocol, Self, TypeVar
 
 from fastapi import Depends, Request
 from pydantic import BaseModel
@@ -36,8 +36,6 @@ from outrider.server.middleware import get_api_key
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.problems import Problem, to_problem
 
-MAX_CLIENTS = 1024
-ORCHESTRATOR_TIMEOUT_SECONDS = 10.0
 FIRST_RESULT_SECONDS = 2.0
 """How long a stream waits for its first result before its status 200 is sent; earlier errors have their own status."""
 KEEP_ALIVE_SECONDS = 4.0
@@ -63,19 +61,11 @@ class CompletionBackend(Protocol):
         """Returns current statistics. Raises OutriderError if there is no answer."""
 
 
-class CallerClients:
-    """Keeps one orchestrator client per caller, because the orchestrator limits the rate of each client's messages. The
-    least recently used is dropped."""
+class OrchestratorClient(AsyncClient):
+    """A client of one orchestrator, which all callers share. The orchestrator takes turns by their names."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._client_of = lru_cache(MAX_CLIENTS)(lambda caller: AsyncClient(endpoint, ORCHESTRATOR_TIMEOUT_SECONDS))
-        self._stats_client = AsyncClient(endpoint, ORCHESTRATOR_TIMEOUT_SECONDS)
-
-    def client(self, request: Request) -> AsyncClient:
-        return self._client_of(identify_caller(request))
-
-    async def stats(self) -> Stats:
-        return await self._stats_client.stats()
+    def client(self, request: Request) -> Self:
+        return self
 
 
 @dataclass(eq=False, slots=True)

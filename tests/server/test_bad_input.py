@@ -32,7 +32,7 @@ from outrider.server.endpoints.responses import ResponsesRequest
 from outrider.server.endpoints.status import DetokenizeRequest
 from outrider.server.model.served import ServedModel, TemplateInput, load_served_model
 from outrider.server.problems import to_problem
-from outrider.server.server_context import CallerClients
+from outrider.server.server_context import OrchestratorClient
 from tests.harness.scripted_model import write_scripted
 
 NOBODY = "ipc:///tmp/outrider-test-nobody-serves-this"
@@ -58,7 +58,7 @@ def ask(chatty: ServedModel) -> Ask:
 
 def make_ask(model: ServedModel, base: str = "http://127.0.0.1:8080", **settings: Any) -> Ask:
     """Returns `ask(path, method="POST", **httpx arguments)`, which sends requests to an application in this process."""
-    app = build_app(model, CallerClients(NOBODY), HttpSettings(**settings))
+    app = build_app(model, OrchestratorClient(NOBODY), HttpSettings(**settings))
 
     def ask(path: str, method: str = "POST", **arguments: Any) -> httpx.Response:
         async def call() -> httpx.Response:
@@ -785,7 +785,7 @@ def test_cors_allows_only_configured_origins(chatty: ServedModel) -> None:
 
 
 def test_an_unexpected_error_is_answered_like_every_other(chatty: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CallerClients, "client", lambda *_: 1 // 0)
+    monkeypatch.setattr(OrchestratorClient, "client", lambda *_: 1 // 0)
     failed = make_ask(chatty, cors_origins=("*",))(CHAT, json=CHAT_BODY, headers={"origin": "https://page.example"})
     assert failed.status_code == 500 and error_message(failed).startswith("the server failed to answer this request")
     assert failed.json()["request_id"] == failed.headers["x-request-id"]
@@ -844,7 +844,7 @@ def test_openapi_bounds_of_whole_numbers_are_the_ones_that_are_checked(ask: Ask)
 
 
 def test_openapi_is_generated_on_first_use(chatty: ServedModel) -> None:
-    app = build_app(chatty, CallerClients(NOBODY), HttpSettings())
+    app = build_app(chatty, OrchestratorClient(NOBODY), HttpSettings())
     assert app.openapi_schema is None
     assert app.openapi() is app.openapi() and "chatty" in json.dumps(app.openapi_schema)
 

@@ -25,7 +25,7 @@ from outrider.server import connection
 from outrider.server.__main__ import uvicorn_config
 from outrider.server.app import build_app
 from outrider.server.model.served import load_served_model
-from outrider.server.server_context import CallerClients
+from outrider.server.server_context import OrchestratorClient
 
 TEXT, CLAUDE = "/v1/completions", "/v1/messages"
 
@@ -34,7 +34,7 @@ TEXT, CLAUDE = "/v1/completions", "/v1/messages"
 def listening(settings: HttpSettings) -> Iterator[tuple[str, int]]:
     """Runs the application, without an orchestrator, with the server's own settings of uvicorn."""
     app = build_app(
-        load_served_model("m", TINY_TARGET, ("m",)), CallerClients("ipc:///tmp/outrider-test-nobody"), settings
+        load_served_model("m", TINY_TARGET, ("m",)), OrchestratorClient("ipc:///tmp/outrider-test-nobody"), settings
     )
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # one answer fills it

@@ -21,7 +21,7 @@ from outrider.orchestrator.pairing.model_files import TINY_TARGET
 from outrider.protocol.errors import InvalidRequest
 from outrider.server.app import build_app
 from outrider.server.model.served import load_served_model
-from outrider.server.server_context import CallerClients
+from outrider.server.server_context import OrchestratorClient
 from outrider.server.tracing import Tracing
 from tests.server.collector import Collector
 from tests.server.running_server import RunningServer
@@ -38,7 +38,7 @@ class App:
         self.exporter = InMemorySpanExporter()
         tracing = Tracing("fib", SimpleSpanProcessor(self.exporter))
         model = load_served_model("fib", TINY_TARGET, ("fib",))
-        self._app = build_app(model, CallerClients(endpoint), HttpSettings(), tracing)
+        self._app = build_app(model, OrchestratorClient(endpoint), HttpSettings(), tracing)
 
     def post(
         self, path: str, body: dict[str, Any], headers: dict[str, str]
