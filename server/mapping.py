@@ -25,7 +25,7 @@ from outrider.server.problems import Problem
 from outrider.server.schemas import ContentPart, Function, Generation, JsonObject, Sampling
 
 RANDOM_SEED_RANGE = 2**32
-_CONVERTED_FIELDS = {"max_tokens", "stop", "logprobs", "grammar", "logit_bias"}
+_CONVERTED_FIELDS = {"max_tokens", "stop", "logprobs", "grammar"}
 _COPIED_FIELDS = {one.name for one in dataclasses.fields(SamplingParams)} - _CONVERTED_FIELDS
 """Fields of SamplingParams that a request may have under the same names."""
 
@@ -157,18 +157,10 @@ def to_sampling_params(
     if fields.get("top_k") == -1:
         fields["top_k"] = 0
     fields.setdefault("seed", secrets.randbelow(RANDOM_SEED_RANGE))
-    fields |= {"max_tokens": max_tokens, "grammar": grammar, "logprobs": logprobs}
-    fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if isinstance(payload, Sampling):
-        fields["logit_bias"] = _parse_logit_bias(payload.logit_bias)
+    fields |= {"max_tokens": max_tokens, "stop": stop or (), "grammar": grammar, "logprobs": logprobs}
+    biases = fields.get("logit_bias", {}).items()  # by token ids as strings
+    fields["logit_bias"] = {int(key) if re.fullmatch("[0-9]{1,20}", key) else key: bias for key, bias in biases}
     return SamplingParams(**fields)
-
-
-def _parse_logit_bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
-    wrong = ", ".join(repr(key[:40]) for key in given or {} if not re.fullmatch("[0-9]{1,20}", key))
-    if wrong:
-        raise Problem(f"logit_bias: {wrong[:200]} is not a token id; expected whole numbers as strings", "logit_bias")
-    return tuple((int(token), bias) for token, bias in (given or {}).items())
 
 
 @dataclass(frozen=True, slots=True)
