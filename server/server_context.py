@@ -1,8 +1,7 @@
 """The state that endpoints share, and the run of each request until it ends or its client disconnects.
 
 A caller is identified by API key, or by address if it sends none. The choices of a request run concurrently, and their
-parts form one sequence. Its queue is unbounded: a slow reader gets all text since its last read at once, and delays no
-other reader.
+parts form one sequence. Its queue is unbounded: a slow reader delays no other reader.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import OutriderError, ServerBusy
 from outrider.protocol.messages import Stats
-from outrider.server.answers.choices import UNFINISHED, AnswerPlan, ChoiceState, KeepAlive, StreamItem, merge_updates
+from outrider.server.answers.choices import UNFINISHED, AnswerPlan, ChoiceState, KeepAlive, StreamItem
 from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.connection import chunk_writer
 from outrider.server.metrics import ChoiceTimer, Metrics
@@ -170,8 +169,7 @@ class RequestRun:
         return await self.poll(KEEP_ALIVE_SECONDS) or [KeepAlive("still here")]
 
     async def poll(self, max_seconds: float) -> list[StreamItem]:
-        """Waits for new items, at most `max_seconds`, and returns them in order; consecutive text of a choice is
-        joined.
+        """Waits for new items, at most `max_seconds`, and returns them in order.
 
         Raises:
             OutriderError: a choice failed, which fails the request.
@@ -185,15 +183,11 @@ class RequestRun:
             ready.append(self._queue.get_nowait())
         for index in [index for index in self._streams if self._choices[index].finish == "tool"]:
             await self._streams.pop(index).end()  # its result follows
-        found: list[StreamItem] = []
+        found = []
         for one in ready:
             if isinstance(one, Exception):
                 raise one
-            both = merge_updates(found[-1], one) if found else None
-            if both is not None:
-                found[-1] = both
-            else:
-                found.append(one)
+            found.append(one)
         return found
 
     async def close(self) -> None:

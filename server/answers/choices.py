@@ -215,14 +215,7 @@ class ChoiceState:
     @property
     def parts(self) -> list[Part]:
         """The parts, with consecutive text and consecutive thinking joined."""
-        found: list[Part] = []
-        for _, group in groupby(self.pieces, type):
-            pieces = list(group)
-            if isinstance(first := pieces[0], ToolCall):
-                found += pieces
-            else:
-                found.append(replace(first, text="".join(one.text for one in pieces if not isinstance(one, ToolCall))))
-        return found
+        return join_parts(self.pieces)
 
     @property
     def text(self) -> str:
@@ -238,7 +231,7 @@ class ChoiceState:
 
     def add(self, chunk: Chunk) -> list[StreamItem]:
         """Adds a chunk, and returns its parts. Does nothing after the end."""
-        items: list[StreamItem] = []
+        before = len(self.pieces)
         for one in self._separate(chunk):
             if self.finish:
                 break
@@ -246,9 +239,9 @@ class ChoiceState:
             if self.ids or one.logprobs is not None or one.origins is not None or one.rounds is not None:
                 self.chunks.append(one)
                 self.unsent_chunks.append(one)
-            items += self._add(self.splitter.feed(one.text))
+            self._add(self.splitter.feed(one.text))
             self.finish = "tool" if self.one_call and self.calls else ""
-        return items
+        return self._updates(before)
 
     def _separate(self, chunk: Chunk) -> Iterator[Chunk]:
         """Yields a chunk for each token if there is a detokenizer, else the chunk."""
@@ -261,39 +254,41 @@ class ChoiceState:
 
     def end(self, result: GenerationResult) -> list[StreamItem]:
         """Adds the result, and returns the last parts and the choice."""
-        items: list[StreamItem] = []
+        before = len(self.pieces)
         if not self.finish:
-            items = self._add(self.splitter.finish(cut=result.finish_reason == "length"))
+            self._add(self.splitter.finish(cut=result.finish_reason == "length"))
             called = (self.one_call or result.finish_reason in ("eos", "stop")) and bool(self.calls)
             self.finish = "tool" if called else result.finish_reason
         self.result = result
-        return [*items, self]
+        return [*self._updates(before), self]
 
-    def _add(self, parts: Sequence[Part]) -> list[StreamItem]:
+    def _add(self, parts: Sequence[Part]) -> None:
         """Adds parts, up to the first call if it ends the choice."""
+        calls = [place for place, part in enumerate(parts, start=1) if isinstance(part, ToolCall)]
+        self.pieces += parts[: calls[0]] if self.one_call and calls else parts
+
+    def _updates(self, before: int) -> list[StreamItem]:
+        """Returns the pieces but the first `before`, joined; the chunks since the last part go with the first one."""
         items: list[StreamItem] = []
-        for part in parts:
-            self.pieces.append(part)
+        for part in join_parts(self.pieces[before:]):
             items.append(PartUpdate(self, part, tuple(self.unsent_chunks)))
             self.unsent_chunks.clear()
-            if self.one_call and isinstance(part, ToolCall):
-                break
         return items
 
 
 StreamItem = KeepAlive | PartUpdate | ChoiceState
 
 
-def merge_updates(item: StreamItem, later: StreamItem) -> PartUpdate | None:
-    """Merges two updates of one choice. Returns None if that is impossible, as for texts with tags between them."""
-    if not isinstance(item, PartUpdate) or not isinstance(later, PartUpdate) or item.choice is not later.choice:
-        return None
-    part, more = item.part, later.part
-    if isinstance(part, ToolCall) or isinstance(more, ToolCall) or type(part) is not type(more):
-        return None
-    if isinstance(part, TextPart) and isinstance(more, TextPart) and more.at != part.at + len(part.text):
-        return None
-    return PartUpdate(item.choice, replace(part, text=part.text + more.text), item.chunks + later.chunks)
+def join_parts(parts: Sequence[Part]) -> list[Part]:
+    """Joins consecutive text and consecutive thinking."""
+    found: list[Part] = []
+    for _, group in groupby(parts, type):
+        pieces = list(group)
+        if isinstance(first := pieces[0], ToolCall):
+            found += pieces
+        else:
+            found.append(replace(first, text="".join(one.text for one in pieces if not isinstance(one, ToolCall))))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

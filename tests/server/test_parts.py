@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from mlx_lm.tokenizer_utils import _infer_structural_markers, _infer_thinking, _infer_tool_parser
 
-from outrider.orchestrator.client.dialogue import Chunk
+from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.protocol.sampling import SamplingParams
-from outrider.server.answers.choices import (
-    ChoiceState,
-    KeepAlive,
-    PartUpdate,
-    Splitter,
-    TextPart,
-    ThinkingPart,
-    merge_updates,
-)
+from outrider.server.answers.choices import ChoiceState, PartUpdate, Splitter, TextPart, ThinkingPart
 from outrider.server.mapping import parse_arguments, past_tool_call
 from outrider.server.model.served import ThinkingMode, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import (
@@ -244,18 +236,19 @@ def test_incomplete_call_is_dropped_when_the_text_was_cut(rest: str) -> None:
     assert joined(words_alone.feed("1 <") + words_alone.finish(cut=True)) == [("S", "1 <")]
 
 
-def test_waiting_updates_of_a_choice_are_merged_unless_tags_were_between_their_texts() -> None:
-    one, other = (ChoiceState(index, TokenizedPrompt(()), SamplingParams(), Splitter()) for index in (0, 1))
-    before, after = Chunk("ab", (1,), ()), Chunk("c", (2,), ())
-    both = merge_updates(PartUpdate(one, TextPart("ab", 3), (before,)), PartUpdate(one, TextPart("c", 5), (after,)))
-    assert both == PartUpdate(one, TextPart("abc"), (before, after))
-    assert isinstance(both.part, TextPart) and both.part.at == 3
-    thinking_mode = merge_updates(PartUpdate(one, ThinkingPart("a")), PartUpdate(one, ThinkingPart("b")))
-    assert thinking_mode == PartUpdate(one, ThinkingPart("ab"))
-    call = PartUpdate(one, ToolCall("f", "{}"))
-    for later in (PartUpdate(one, TextPart("c", 9)), PartUpdate(other, TextPart("c", 5)), call, KeepAlive("x")):
-        assert merge_updates(PartUpdate(one, TextPart("ab", 3)), later) is None
-    assert merge_updates(call, call) is None
+def test_tokens_of_a_chunk_become_one_update_for_each_kind_of_part() -> None:
+    words = ("<think>", "a", "b", "</think>", "c", "d", CALL, "e")
+    spelled = SimpleNamespace(feed=lambda tokens: SimpleNamespace(text=words[tokens[0]]))
+    choice = ChoiceState(
+        0, TokenizedPrompt(()), SamplingParams(), Splitter(THINK, json_tools(), BOX), detokenizer=cast("Any", spelled)
+    )
+    assert choice.add(Chunk(words[0], (0,), (TokenLogprob(0, 0.0),))) == []
+    tokens = tuple(range(1, len(words)))
+    thought, text, call, rest = choice.add(Chunk("", tokens, tuple(TokenLogprob(token, 0.0) for token in tokens)))
+    assert isinstance(thought, PartUpdate) and thought.part == ThinkingPart("ab")
+    assert [token for chunk in thought.chunks for token in chunk.token_ids] == list(range(len(words)))
+    assert isinstance(call, PartUpdate) and isinstance(call.part, ToolCall)
+    assert (text, rest) == (PartUpdate(choice, TextPart("cd")), PartUpdate(choice, TextPart("e")))
 
 
 def test_a_finished_choice_joins_text_and_thinking_and_keeps_each_call() -> None:
