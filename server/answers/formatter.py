@@ -15,7 +15,7 @@ from itertools import accumulate, zip_longest
 from operator import add
 from typing import Any
 
-from msgspec import structs, to_builtins
+from msgspec import Struct, structs, to_builtins
 from pydantic import BaseModel
 from pydantic_core import to_json
 
@@ -24,7 +24,7 @@ from outrider.orchestrator.client.dialogue import Chunk, TokenLogprob
 from outrider.orchestrator.pairing.detokenizer import Spelling, TextStream
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import RoundRecord, Span
+from outrider.protocol.messages import Span
 from outrider.server import schemas
 from outrider.server.answers.choices import AnswerPlan, ChoiceState, KeepAlive, Part, PartUpdate, StreamItem
 from outrider.server.model.tool_format import ToolCall
@@ -226,28 +226,21 @@ def build_statistics(
 def report_speculation(chunks: Sequence[Chunk]) -> schemas.SpeculationReport | None:
     """Returns the `speculation` field for a choice's chunks; None if empty. A chunk with an origin has one token."""
     origins = [schemas.TokenOrigin(text=one.text, origin=one.origins[0].name.lower()) for one in chunks if one.origins]
-    rounds = [_to_round(record) for chunk in chunks for record in chunk.rounds or ()]
+    rounds = [_to_fields(record) for chunk in chunks for record in chunk.rounds or ()]
     return schemas.SpeculationReport(origins=origins or None, rounds=rounds or None) if origins or rounds else None
 
 
-def _to_round(record: RoundRecord) -> dict[str, Any]:
-    """Returns the record with its spans in milliseconds."""
-    drafting = [
-        {
-            "drafter": one.drafter,
-            "round": one.round,
-            "depth": one.depth,
-            "branches": one.branches,
-            **_to_times(one.work),
-        }
-        for one in record.drafting
-    ]
-    decided = _to_times(record.decided) if record.decided is not None else None
-    return {**structs.asdict(record), "verify": _to_times(record.verify), "decided": decided, "drafting": drafting}
-
-
-def _to_times(span: Span) -> dict[str, float]:
-    return {"start_ms": span.started_ns / MILLISECOND_NS, "ms": span.milliseconds}
+def _to_fields(value: object) -> Any:
+    """Returns a round's record as JSON has it: spans in milliseconds, those of a drafter's work beside its fields."""
+    match value:
+        case Span():
+            return {"start_ms": value.started_ns / MILLISECOND_NS, "ms": value.milliseconds}
+        case Struct():
+            fields = {name: _to_fields(one) for name, one in structs.asdict(value).items()}
+            return {**fields.pop("work", {}), **fields}
+        case tuple():
+            return [_to_fields(one) for one in value]
+    return value
 
 
 def count_thinking_tokens(spelling: Spelling, choice: ChoiceState) -> int:
