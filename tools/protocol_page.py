@@ -194,6 +194,9 @@ def describe_type(shape: types.Type) -> str:
             return "a number from 0 to 1"
         case types.FloatType():
             return "a finite number"
+        case types.EnumType(cls=cls):
+            numbers = [one.value for one in cls]
+            return f"a whole number from {min(numbers)} to {max(numbers)}"
         case types.BoolType():
             return "true or false"
         case types.StrType(pattern=str(pattern)):

@@ -333,9 +333,8 @@ class Dialogue:
         self._texts.append(message.text)
         self._tokens.extend(message.token_ids)
         self._logprobs.extend(logprobs or ())
-        origins = None if message.origins is None else tuple(map(Origin, message.origins))
-        self._origins.extend(origins or ())
-        return Chunk(message.text, message.token_ids, logprobs, origins, message.rounds)
+        self._origins.extend(message.origins or ())
+        return Chunk(message.text, message.token_ids, logprobs, message.origins, message.rounds)
 
     def result(self) -> GenerationResult:
         """Returns the finished completion. Raises InvalidRequest if it is not finished."""

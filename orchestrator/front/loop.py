@@ -268,7 +268,7 @@ class Front:
         if delta.text or delta.tokens:
             count = len(delta.tokens)
             logprobs = event.logprobs.part(0, count) if event.logprobs is not None else None
-            origins = tuple(map(int, event.origins[:count])) if event.origins is not None else None
+            origins = event.origins[:count] if event.origins is not None else None
             own = messages.TextChunk(
                 ticket.name, delta.text, delta.tokens, logprobs, origins, event.rounds, event.prompt_logprobs
             )

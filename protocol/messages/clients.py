@@ -31,9 +31,6 @@ from outrider.protocol.stats import CacheUse, Durations, KvUse, add_counts, add_
 
 Mode = Annotated[str, one_of("auto", "ar", "sd", "ssd")]
 ClientName = Annotated[str, Meta(max_length=64)]
-Origins = Many[Annotated[int, Meta(ge=int(min(Origin)), le=int(max(Origin)))]]
-"""The `Origin` of each token."""
-
 Counts = Annotated[dict[Name, Serial], Meta(max_length=MAX_ITEMS)]
 """How often each of these was seen, by name."""
 
@@ -146,7 +143,7 @@ class TextChunk(RequestMessage, frozen=True):
     text: Text
     token_ids: ChunkTokens
     logprobs: Logprobs | None = None
-    origins: Origins | None = None
+    origins: Many[Origin] | None = None
     rounds: Many[RoundRecord] | None = None
     prompt_logprobs: Logprobs | None = None
 

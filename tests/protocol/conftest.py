@@ -26,6 +26,8 @@ def strategy_for_type(shape: types.Type) -> st.SearchStrategy[Any]:
             return st.integers(low, high) | st.sampled_from((low, high))
         case types.FloatType(ge=least, le=most):
             return st.floats(least, most, allow_nan=False, allow_infinity=False)
+        case types.EnumType(cls=cls):
+            return st.sampled_from(cls)
         case types.BoolType():
             return st.booleans()
         case types.StrType(pattern=str(pattern)):
