@@ -81,7 +81,9 @@ def generate_message(
     """
     if not options.keys() <= GenerateFields.__annotations__.keys():
         raise values.unknown_keyword_error(function, options, (*GenerateFields.__annotations__, "sampling"))
-    text, tokens = (_as_text(prompt), None) if isinstance(prompt, str) else (None, _as_tokens(prompt))
+    if (is_text := isinstance(prompt, str)) and not prompt:
+        raise InvalidRequest(EMPTY_PROMPT)
+    text, tokens = (values.check_unicode("the prompt", prompt), None) if is_text else (None, _as_tokens(prompt))
     sampling = SamplingParams() if sampling is None else sampling
     if not isinstance(sampling, SamplingParams):
         raise InvalidRequest(f"sampling is {values.plain_repr(sampling)}; expected SamplingParams(...)")
@@ -90,16 +92,6 @@ def generate_message(
         name: CHECKS[name](name, value) for name, value in (*options.items(), ("rounds", rounds)) if name in CHECKS
     }
     return Generate(f"q{os.urandom(8).hex()}", text, tokens, sampling, **chosen)
-
-
-def _as_text(prompt: str) -> str:
-    if not prompt:
-        raise InvalidRequest(EMPTY_PROMPT)
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"the prompt can't be encoded as UTF-8 ({error.reason}); expected Unicode text") from None
-    return values.plain_str(prompt)
 
 
 def _as_tokens(prompt: object) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

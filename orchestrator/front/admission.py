@@ -198,17 +198,11 @@ class Admission:
     def _check_tokens(self, tokens: tuple[int, ...], resumed: tuple[int, ...], sampling: SamplingParams) -> None:
         if not tokens:
             raise InvalidRequest("the prompt is empty; expected text, or at least one token")
-        if len(tokens) >= self.context_length:
+        most, where = self._max_length()
+        if len(tokens) >= most:
             raise PromptTooLong(
-                f"the prompt is too long: {len(tokens)} tokens > {self.context_length - 1} maximum; this model's"
-                f" maximum context length is {self.context_length} tokens, one of them for the answer"
-            )
-        budget = self.kv_budget
-        if len(tokens) >= budget.max_tokens:
-            raise PromptTooLong(
-                f"the prompt is too long: {len(tokens)} tokens > {max(budget.max_tokens - 1, 0)} maximum; here this"
-                f" model's maximum context length is {budget.max_tokens} tokens, which fit in the"
-                f" {in_units(budget.limit)} of kv_memory"
+                f"the prompt is too long: {len(tokens)} tokens > {max(most - 1, 0)} maximum; this model's maximum"
+                f" context length is {most} tokens{where}, one of them for the answer"
             )
         if self.vocab_size is None:
             return
@@ -217,6 +211,12 @@ class Admission:
             unknown = next((token for token in ids if not 0 <= token < self.vocab_size), None)
             if unknown is not None:
                 raise InvalidRequest(f"{name} has token {unknown}; expected ids from 0 to {self.vocab_size - 1}")
+
+    def _max_length(self) -> tuple[int, str]:
+        """Returns the number of tokens that a text can have, prompt included, and " in kv_memory" if that is less than
+        the model's context."""
+        memory = f" in kv_memory ({in_units(self.kv_budget.limit)})"
+        return min((self.context_length, ""), (self.kv_budget.max_tokens, memory))
 
     def _check_grammar(self, grammar: Grammar) -> None:
         if not self._codec.eos:
@@ -229,15 +229,11 @@ class Admission:
         notes = self._pair.notes
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbelow(SEED_RANGE))
-        limits = [
-            (self.context_length, "the context"),
-            (self.kv_budget.max_tokens, f"kv_memory ({in_units(self.kv_budget.limit)})"),
-        ]
-        for tokens, what in limits:
-            room = tokens - prompt_tokens
-            if sampling.max_tokens > room:
-                notes += (f"max_tokens was reduced from {sampling.max_tokens} to {room}, because {what} would be full",)
-                sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+        most, where = self._max_length()
+        if sampling.max_tokens > (room := most - prompt_tokens):
+            why = f"the context{where} would be full"
+            notes += (f"max_tokens was reduced from {sampling.max_tokens} to {room}, because {why}",)
+            sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
         if self.draft_context is not None and prompt_tokens + sampling.max_tokens > self.draft_context:
             notes += (f"the draft model's context ends at {self.draft_context} tokens; drafting stops there",)
         if sampling.is_residual and self._settings.draft_backend not in SAMPLING_BACKENDS:

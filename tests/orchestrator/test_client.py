@@ -100,7 +100,7 @@ def test_prompt_may_be_token_ids(server, codec, prompt):
         ({"prompt": [1.5]}, "neither text nor token ids"),
         ({"prompt": [-1]}, "out of range"),
         ({"prompt": [2**40]}, "out of range"),
-        ({"prompt": "\ud800"}, "be encoded as UTF-8"),
+        ({"prompt": "\ud800"}, "; expected Unicode text"),
         ({"prompt": [{"role": "user", "content": "x"}]}, "expected a str or ints; HTTP takes messages"),
         ({"prompt": None}, "neither text nor token ids"),
         ({"prompt": 5}, "neither text nor token ids"),

@@ -136,7 +136,7 @@ def test_oversized_prompt_is_refused_and_oversized_output_is_cut(server, codec):
     server.queues.events.put(WorkersChanged(WORKERS, kv_budget=budget))
     while server.admission.kv_budget == KVBudget():
         server.client().stats()
-    with pytest.raises(InvalidRequest, match=r"too long: 20 tokens > 19 maximum; .* in the 1\.8 KB of"):
+    with pytest.raises(InvalidRequest, match=r"too long: 20 tokens > 19 maximum; .* in kv_memory \(1\.8 KB\)"):
         server.client().generate([5] * 20)
     with RawClient(server.endpoint) as client:
         client.send(Generate("a", "x", None, SamplingParams(max_tokens=300)))
