@@ -206,8 +206,6 @@ class ChoiceTimer:
         now = time.monotonic()
         if not self._tokens:
             self._metrics.ttft.observe(now - self._began)
-            if self._span is not None:
-                self._span.record_first_token()
         elif tokens:
             for _ in range(tokens):
                 self._metrics.inter_token.observe((now - self._last) / tokens)

@@ -111,10 +111,6 @@ class ChoiceSpan:
         self._tracer, self._span = tracer, span
         self._began_ns = time.time_ns()
 
-    def record_first_token(self) -> None:
-        """Records the first token."""
-        self._span.add_event("first_token")
-
     def end(self, result: GenerationResult | None, error: Exception | None) -> None:
         """Ends the span. Without a result or an error, the choice was cancelled."""
         if result is not None:
