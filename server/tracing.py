@@ -6,8 +6,6 @@ the numbers of `Timings` have their names with the prefix `outrider.`. Spans con
 
 from __future__ import annotations
 
-import logging
-import os
 import time
 from typing import Any
 
@@ -27,18 +25,11 @@ from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.middleware import MAX_PATH_LENGTH
 
-OTLP_PROTOCOL = "http/protobuf"
-OTLP_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
-
-log = logging.getLogger(__name__)
 
 
 def create_exporter(endpoint: str | None) -> SpanProcessor:
     """Returns an exporter to the collector at `endpoint`, by default the one in OTEL_ variables, with their options."""
-    protocol = next((value for name in OTLP_PROTOCOL_VARIABLES if (value := os.environ.get(name))), OTLP_PROTOCOL)
-    if protocol != OTLP_PROTOCOL:
-        log.warning("spans are exported over %s; %s is not supported", OTLP_PROTOCOL, protocol)
     target = None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces"
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=target))
 
