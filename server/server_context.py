@@ -27,7 +27,7 @@ from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import OutriderError, ServerBusy
 from outrider.protocol.messages import Stats
-from outrider.server.answers.choices import UNFINISHED, AnswerPlan, ChoiceState, KeepAlive, StreamItem
+from outrider.server.answers.choices import UNFINISHED, AnswerPlan, ChoiceState, StreamItem
 from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.connection import chunk_writer
 from outrider.server.metrics import ChoiceTimer, Metrics
@@ -166,7 +166,7 @@ class RequestRun:
 
     async def next(self) -> list[StreamItem]:
         """Waits for new items like `poll`, and returns a keep-alive if there are none for a while."""
-        return await self.poll(KEEP_ALIVE_SECONDS) or [KeepAlive("still here")]
+        return await self.poll(KEEP_ALIVE_SECONDS) or ["still here"]
 
     async def poll(self, max_seconds: float) -> list[StreamItem]:
         """Waits for new items, at most `max_seconds`, and returns them in order.
@@ -215,7 +215,7 @@ class RequestRun:
                 choice.prompt.tokens,
                 choice.sampling,
                 **self._options,
-                progress=lambda done, total: self._queue.put_nowait(KeepAlive(f"prompt {done}/{total}")),
+                progress=lambda done, total: self._queue.put_nowait(f"prompt {done}/{total}"),
             )
             log.info("choice %d is %s", choice.index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(self._timeout):

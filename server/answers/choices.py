@@ -172,13 +172,6 @@ class Splitter:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """Sent after a while without text; `note` describes the progress."""
-
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
 class PartUpdate:
     """A new part of a choice, and the chunks since the previous part that have extras."""
 
@@ -276,7 +269,8 @@ class ChoiceState:
         return items
 
 
-StreamItem = KeepAlive | PartUpdate | ChoiceState
+StreamItem = str | PartUpdate | ChoiceState
+"""A note that keeps the connection alive, a new part of a choice, or a choice that has ended."""
 
 
 def join_parts(parts: Sequence[Part]) -> list[Part]:

@@ -26,7 +26,7 @@ from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Span
 from outrider.server import schemas
-from outrider.server.answers.choices import AnswerPlan, ChoiceState, KeepAlive, Part, PartUpdate, StreamItem
+from outrider.server.answers.choices import AnswerPlan, ChoiceState, Part, PartUpdate, StreamItem
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 
@@ -66,8 +66,8 @@ class AnswerFormatter(ABC):
     def format_item(self, one: StreamItem) -> bytes:
         """Writes one item of a stream."""
         match one:
-            case KeepAlive(note=note):
-                return self._keep_alive(note)
+            case str():
+                return self._keep_alive(one)
             case PartUpdate():
                 return self._format_part(one)
             case ChoiceState():

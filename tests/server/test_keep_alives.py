@@ -16,7 +16,7 @@ from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
 from outrider.protocol.sampling import SamplingParams
 from outrider.server import server_context
-from outrider.server.answers.choices import ChoiceState, KeepAlive, Splitter, StreamItem
+from outrider.server.answers.choices import ChoiceState, Splitter, StreamItem
 from outrider.server.answers.formatter import AnswerFormatter, AnswerPlan
 from outrider.server.endpoints import chat, completions, messages
 from outrider.server.metrics import Metrics
@@ -34,13 +34,13 @@ class SilentRun(RequestRun):
     def __init__(self) -> None:
         self._streams = {}
         self._queue = asyncio.Queue()
-        self._queue.put_nowait(KeepAlive("prompt 512/4096"))
+        self._queue.put_nowait("prompt 512/4096")
 
     async def next(self) -> list[StreamItem]:
         found = await super().next()
-        self.is_done = found == [KeepAlive("prompt 4096/4096")]
-        if found == [KeepAlive("still here")]:
-            self._queue.put_nowait(KeepAlive("prompt 4096/4096"))
+        self.is_done = found == ["prompt 4096/4096"]
+        if found == ["still here"]:
+            self._queue.put_nowait("prompt 4096/4096")
         return found
 
 
@@ -105,7 +105,7 @@ def test_stream_whose_text_is_held_back_sends_keep_alives() -> None:
         finally:
             await run.close()
 
-    assert asyncio.run(first()) == [KeepAlive("still here")]
+    assert asyncio.run(first()) == ["still here"]
 
 
 @pytest.mark.parametrize(
