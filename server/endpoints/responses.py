@@ -59,12 +59,11 @@ class Item(schemas.LooseSchema):
     encrypted_content: str | None = None
 
 
-class FunctionTool(schemas.LooseSchema):
+class FunctionTool(schemas.Function):
+    """A function, or another tool, which is ignored and may have no name."""
+
     type: str
-    name: Annotated[str, Field(max_length=schemas.MAX_NAME_LENGTH)] | None = None
-    description: str | None = None
-    parameters: schemas.JsonObject | None = None
-    strict: bool | None = None
+    name: Annotated[str, Field(max_length=schemas.MAX_NAME_LENGTH)] = ""
 
 
 class FunctionChoice(schemas.LooseSchema):
@@ -359,13 +358,10 @@ def logprobs(payload: ResponsesRequest) -> int | None:
 
 
 def _select_tools(model: ServedModel, payload: ResponsesRequest) -> Toolbox:
-    functions = []
     for place, tool in enumerate(payload.tools or ()):
-        if tool.type != "function":
-            continue  # ignored, with a note
-        if not tool.name:
+        if tool.type == "function" and not tool.name:
             raise Problem(f"tools.{place}: the function has no name; expected it next to its type", f"tools.{place}")
-        functions.append(schemas.Function(**tool.model_dump(exclude={"type"})))
+    functions = [tool for tool in payload.tools or () if tool.type == "function"]  # a note names the others
     return mapping.select_tools(model, functions, _tool_choice(payload))
 
 
