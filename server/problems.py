@@ -29,7 +29,7 @@ def is_anthropic(scope: Scope) -> bool:
 
 @dataclass(eq=False)
 class Problem(errors.OutriderError):
-    """An error. `param` is the field at fault, `code` a machine-readable kind, `details` Anthropic's `error_code`.
+    """An error. `param` is the field at fault, `code` a machine-readable kind (Anthropic: `error_code`).
 
     `methods`: those that the path supports.
     """
@@ -38,7 +38,6 @@ class Problem(errors.OutriderError):
     param: str | None = None
     status: int = 400
     code: str | None = None
-    details: str | None = None
     methods: str | None = None
 
     def __str__(self) -> str:
@@ -49,7 +48,7 @@ class Problem(errors.OutriderError):
         request_id = request_id or current_request.get() or ""
         if anthropic:
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-            details = {"error_code": self.details} if self.details is not None else None
+            details = {"error_code": self.code} if self.code is not None else None
             wrong = AnthropicError(type=kind, message=self.message, details=details)
             return AnthropicErrorBody(error=wrong, request_id=request_id).model_dump_json().encode()
         kind = _OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")

@@ -171,7 +171,7 @@ def _report_invalid(error: ValidationError) -> Problem:
         path.append(str(first["loc"][-1]))
     reason = _REASONS.get(first["type"], first["msg"])
     code = first.get("ctx", {}).get("code")
-    return Problem(f"{'.'.join(path) or 'the body'}: {reason}", path[0] if path else None, code=code, details=code)
+    return Problem(f"{'.'.join(path) or 'the body'}: {reason}", path[0] if path else None, code=code)
 
 
 def _is_field(part: str | int) -> bool:
@@ -188,7 +188,7 @@ def _check_content_type(request: Request) -> None:
         raise Problem(
             f"the body is compressed ({coding[:40]}), which is not supported; send it uncompressed",
             status=415,
-            details="request_body_encoding_unsupported",
+            code="request_body_encoding_unsupported",
         )
 
 

@@ -76,7 +76,9 @@ def error_message(answer: httpx.Response, anthropic: bool = False) -> str:
     body = answer.json()
     assert "Traceback" not in answer.text and answer.headers["x-request-id"]
     if anthropic:
-        assert body["type"] == "error" and set(body["error"]) == {"type", "message"} and body["request_id"]
+        assert body["type"] == "error" and body["request_id"]
+        assert set(body["error"]) - {"details"} == {"type", "message"}
+        assert set(body["error"].get("details", {})) <= {"error_code"}
     else:
         assert set(body["error"]) == {"message", "type", "param", "code"}
     return str(body["error"]["message"])
