@@ -94,6 +94,16 @@ def read_weights(folder: Path, prefix: str = "") -> Weights:
     return weights
 
 
+def rename_tensors(weights: Weights, prefixes: Mapping[str, str]) -> Weights:
+    """Returns the tensors by other names: the first of `prefixes` that a name begins with is replaced."""
+
+    def rename(name: str) -> str:
+        found = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        return prefixes.get(found, "") + name.removeprefix(found)
+
+    return {rename(name): value for name, value in weights.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class HeadCheckpoint:
     """The `config` and the `weights` of a head for `target`. `name`: what errors call it."""

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Layer
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Layer, rename_tensors
 from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.heads.layers import MLPS, Attention, BlockLink, DraftVocabulary, LayerSizes, Markov, Selector
 from outrider.engine.flat import FlatCache
@@ -162,8 +162,7 @@ def build(published: HeadCheckpoint) -> DFlash:
         config, target = published.config, published.target
         # Some formats nest the sizes, or the settings of the method.
         config = {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
-        names = {key: key.removeprefix("model.").removeprefix("logit_head.") for key in published.weights}
-        weights = {names[key]: value for key, value in published.weights.items()}
+        weights = rename_tensors(published.weights, {"model.logit_head.": "", "logit_head.": "", "model.": ""})
         weights = {key: value for key, value in weights.items() if not key.startswith("confidence_head.")}
         checkpoint = replace(published, config=config, weights=weights)
         settings = _parse_config(checkpoint)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, rename_tensors
 from outrider.drafters.heads.head import LayersHead
 from outrider.drafters.heads.layers import MLPS, Attention, DraftVocabulary, LayerSizes
 from outrider.engine.flat import FlatCache
@@ -132,7 +132,8 @@ def build(published: HeadCheckpoint) -> Eagle3:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
     with published.config_errors("eagle3"):
-        weights = {_rename_tensor(key): value for key, value in published.weights.items()}
+        names = {"model.midlayer.": "layers.0.", "midlayer.": "layers.0.", "model.": ""}
+        weights = rename_tensors(published.weights, names)
         for key in [key for key in weights if ".hidden_norm." in key and not key.startswith("layers.0.")]:
             weights.setdefault(key.replace(".hidden_", ".input_layer"), weights.pop(key))  # NVIDIA's, SGLang's name
         checkpoint = replace(published, weights=weights)
@@ -148,11 +149,6 @@ def build(published: HeadCheckpoint) -> Eagle3:
             head.mask_token, head.depth = _parse_masks(checkpoint)
         checkpoint.load_into(head)
         return head
-
-
-def _rename_tensor(key: str) -> str:
-    key = key.removeprefix("model.")
-    return "layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key
 
 
 def _parse_config(checkpoint: HeadCheckpoint) -> tuple[Eagle3Config, int]:

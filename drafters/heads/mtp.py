@@ -7,7 +7,7 @@ repository's tensors if mlx-lm has one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
-from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Weights, read_weights
+from outrider.drafters.heads.checkpoint import HeadCheckpoint, HeadTarget, Weights, read_weights, rename_tensors
 from outrider.drafters.heads.head import LayersHead
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import AFTER_NORM
@@ -104,7 +104,7 @@ def _make_qwen_family(block: nn.Module) -> MtpFamily:
 
     def rename(weights: Weights) -> Weights:
         names = {"pre_fc_norm_embedding.": "norm_embedding.", "pre_fc_norm_hidden.": "norm_hidden."}
-        ours = _rename(weights, names)
+        ours = rename_tensors(weights, names)
         shift = int(bool(ours[f"{_LAYER_PREFIX}input_layernorm.weight"].mean() < 0.5))
         return _stack_experts({k: v + shift * (v.ndim == 1 and "norm" in k) for k, v in ours.items()})
 
@@ -122,7 +122,7 @@ def _make_mimo_family(block: nn.Module) -> MtpFamily:
     }
 
     def rename(weights: Weights) -> Weights:
-        ours = _rename(weights, names)
+        ours = rename_tensors(weights, names)
         row, embedding = mx.split(ours["fc.weight"], 2, axis=-1)
         return {**ours, "fc.weight": mx.concatenate([embedding, row], axis=-1)}
 
@@ -143,20 +143,11 @@ def _make_next_layer_family(target: LoadedModel, args: Any, layer: type[nn.Modul
     }
 
     def rename(weights: Weights) -> Weights:
-        return _rename(target.model.sanitize(_rename(weights, names)), {_MLX_LM_LAYER_PREFIX: _LAYER_PREFIX})
+        converted = target.model.sanitize(rename_tensors(weights, names))
+        return rename_tensors(converted, {_MLX_LM_LAYER_PREFIX: _LAYER_PREFIX})
 
     number = args.num_hidden_layers
     return MtpFamily(f"model.layers.{number}.", rename, layer(args, number))
-
-
-def _rename(weights: Weights, names: Mapping[str, str]) -> Weights:
-    def name(key: str) -> str:
-        for theirs, ours in names.items():
-            if key.startswith(theirs):
-                return ours + key.removeprefix(theirs)
-        return key
-
-    return {name(key): value for key, value in weights.items()}
 
 
 def _stack_experts(weights: Weights) -> Weights:
