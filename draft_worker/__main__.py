@@ -12,7 +12,6 @@ import mlx.core as mx
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.drafter import BACKENDS, Drafter, make_drafter
 from outrider.drafters.fan_out import FAN_OUT_POLICIES
-from outrider.engine.memory import PeakMemory
 from outrider.engine.models_only import models_only
 from outrider.grammar.compiler import TOKENIZER_FILE, GrammarCompiler
 from outrider.protocol import process, worker_link
@@ -52,10 +51,9 @@ def worker_of(options: argparse.Namespace, incarnation: int, drafter: Drafter, l
         vocabulary=options.vocabulary,
         features=drafter.features,
     )
-    memory = PeakMemory() if drafter.backend != "coreml" else None
     folder = Path(options.target or options.model)
     compiler = GrammarCompiler(folder) if (folder / TOKENIZER_FILE).is_file() else None
-    return hello, DraftWorker(link, drafter, FAN_OUT_POLICIES[options.fan_out], memory, compiler)
+    return hello, DraftWorker(link, drafter, FAN_OUT_POLICIES[options.fan_out], compiler)
 
 
 def main(load: Load = load_worker) -> int:

@@ -92,13 +92,12 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         link: Link,
         drafter: Drafter,
         fan_out: FanOut,
-        memory: PeakMemory | None = None,
         compiler: GrammarCompiler | None = None,
     ) -> None:
-        """`memory`: measures the drafter's peak; None: it can't be measured. `compiler`: for grammars over its tokens;
-        without one it may draft tokens that a grammar excludes."""
+        """`compiler`: for grammars over its tokens; without one it may draft tokens that a grammar excludes."""
         super().__init__(link, lambda: drafter.prompt_cache.use, drafter.prompt_cache.set_limit)
-        self._drafter, self._fan_out, self._memory, self._compiler = drafter, fan_out, memory, compiler
+        self._drafter, self._fan_out, self._compiler = drafter, fan_out, compiler
+        self._peak_memory = PeakMemory()
         self._batcher = DraftBatcher(drafter.calibration)
         self._longest_ms = dict[str, float]()  # by operation: read a piece of a text, grow branches, draft a chain
         self._forwards_since_read = 0
@@ -142,9 +141,8 @@ class DraftWorker(WorkerLoop[DraftRequest]):
             return
         self._close(message.request)
         self._close_silent(lambda running: math.inf if running.work.has_work else running.committed_ns)
-        if self._memory is not None and not self._running:
-            self._memory.restart()
-
+        if not self._running:
+            self._peak_memory.restart()
         tokens = message.tokens.tolist()
         constraint = self._compiler.constraint_of(message) if self._compiler is not None else None
         tree = self._drafter.open(tokens, message.sampling, constraint, message.fan_out)
@@ -230,7 +228,7 @@ class DraftWorker(WorkerLoop[DraftRequest]):
         results: Sequence[Continuation | ReadyBranches | OutriderError | None],
     ) -> None:
         """Sends each request's result, and ends the requests that have an error."""
-        peak_bytes = self._memory.bytes() if self._memory is not None else 0
+        peak_bytes = self._peak_memory.bytes()
         for running, result in zip(requests, results, strict=True):
             if isinstance(result, OutriderError):
                 self._fail(running.newest, result, running.newest.round)
@@ -239,5 +237,4 @@ class DraftWorker(WorkerLoop[DraftRequest]):
 
     def _release(self, running: DraftRequest, discard: bool) -> None:
         running.work.tree.close(discard)
-        if self._memory is not None:
-            self._memory.count_ended_text()
+        self._peak_memory.count_ended_text()

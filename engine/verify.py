@@ -330,27 +330,6 @@ def _check_tree(input_: VerifyInput) -> None:
         raise InvalidRequest(why)
 
 
-def verify(
-    slot: CacheSlot, chain: Sequence[int] = (), q: SparseQ | None = None, parents: Sequence[int] = ()
-) -> VerifyOutput:
-    """Runs one forward over one slot's last committed token and a chain; accepts tokens while they are the target's.
-
-    The slot commits the accepted tokens and the bonus token, and rolls back the rest. An empty chain is a plain step.
-
-    Args:
-        q: what the chain's tokens were drawn from, for residual sampling.
-        parents: the tokens are a tree, in which the branch of the target's own tokens is accepted.
-
-    Raises:
-        ModelFault: the model's logits are NaN or infinite.
-        InvalidRequest: the chain does not fit the slot's sampling rule, or the tree is invalid.
-    """
-    (output,) = begin_forward([VerifyInput(slot, tuple(chain), q, tuple(parents))]).commit()
-    if isinstance(output, OutriderError):
-        raise output
-    return output
-
-
 def _verify_coupled(sampler: Sampler, input_: VerifyInput, choices: Sequence[int]) -> VerifyOutput:
     if input_.q is not None and input_.chain and sampler.params.temp > 0:
         raise InvalidRequest("this request uses coupled sampling, and its chain has a q; expected one without q")

@@ -14,7 +14,10 @@ from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
+from outrider.engine.verify import VerifyInput, VerifyOutput, begin_forward
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import SparseQ
 
 
 def open_slots(
@@ -56,3 +59,24 @@ def open_draft_tree(drafter: Drafter, tokens: Sequence[int], sampling: SamplingP
     while tree.committed_len < len(tokens):
         tree.read(tokens[tree.committed_len :])
     return tree
+
+
+def verify(
+    slot: CacheSlot, chain: Sequence[int] = (), q: SparseQ | None = None, parents: Sequence[int] = ()
+) -> VerifyOutput:
+    """Runs one forward over one slot's last committed token and a chain; accepts tokens while they are the target's.
+
+    The slot commits the accepted tokens and the bonus token, and rolls back the rest. An empty chain is a plain step.
+
+    Args:
+        q: what the chain's tokens were drawn from, for residual sampling.
+        parents: the tokens are a tree, in which the branch of the target's own tokens is accepted.
+
+    Raises:
+        ModelFault: the model's logits are NaN or infinite.
+        InvalidRequest: the chain does not fit the slot's sampling rule, or the tree is invalid.
+    """
+    (output,) = begin_forward([VerifyInput(slot, tuple(chain), q, tuple(parents))]).commit()
+    if isinstance(output, OutriderError):
+        raise output
+    return output

@@ -36,14 +36,13 @@ from outrider.engine.load_checks import (
     tree_logits_match,
 )
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.verify import verify
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol.errors import OutriderError, wrap_model_errors
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.model_configs import WINDOW, config_of, model_types
 from tests.harness.tiny_models import write_model, write_tokenizer
-from tests.slots import open_slots
+from tests.slots import open_slots, verify
 
 SPECULATES, COPIES, DECODES, REFUSED = "speculates", "speculates, by copies", "decodes only", "refused"
 NOT_BUILT, WRONG, FAILED = "not tried", "WRONG TEXT", "FAILED"

@@ -32,7 +32,6 @@ from outrider.engine.kv_rows import KVRows, NewRows
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
-from outrider.engine.verify import verify
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 
@@ -93,7 +92,10 @@ class EarlyExit(PairHead):
 def generate_trial_text(model: LoadedModel) -> list[int]:
     """Returns a text that the target generates."""
     slot = CacheSlot(model, open_kv_cache(model), [0], SamplingParams(temp=1.0, seed=1))
-    return [0, *(verify(slot).bonus for _ in range(_TRIAL_TOKENS))]
+    for _ in range(_TRIAL_TOKENS):
+        scores = slot.sampler.scores(slot.forward(slot.unfed), [len(slot.tokens)])
+        slot.tokens += cast(list[int], scores.argmax(axis=-1).tolist())
+    return slot.tokens
 
 
 def read_rows(target: LoadedModel, text: Sequence[int], reader: HiddenStateReader) -> tuple[mx.array, mx.array]:

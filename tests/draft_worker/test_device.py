@@ -41,12 +41,10 @@ def test_every_backend_has_a_case_in_make_drafter(backend: str, tmp_path: Path) 
     assert "unknown drafter" not in str(raised.value), f"make_drafter has no case for {backend}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_memory_is_measured_and_returned_unless_core_ml_computes(backend: str) -> None:
-    """The backend that was loaded counts, not the requested one: MLX drafts where Core ML can't."""
+def test_hello_has_the_backend_that_was_loaded() -> None:
+    """Not the requested one: MLX drafts where Core ML can't."""
     drafter: Any = MlxDrafter(markov(np.zeros((6, 6), np.float32)))
-    drafter.backend, drafter.left_out = backend, ("MLX drafts",)
+    drafter.left_out = ("MLX drafts",)
     options = Namespace(name="draft-0", backend="coreml", model="", target="", vocabulary="", fan_out="best-first")
-    hello, worker = program.worker_of(options, 1, drafter, FakeLink("draft-0"))
-    assert hello.abilities.left_out == ("MLX drafts",)
-    assert (worker._memory is not None) is (backend != "coreml")
+    hello, _ = program.worker_of(options, 1, drafter, FakeLink("draft-0"))
+    assert hello.backend == "mlx" and hello.abilities.left_out == ("MLX drafts",)

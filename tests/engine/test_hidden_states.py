@@ -15,12 +15,12 @@ from outrider.engine.hidden_states import AFTER_NORM, BEFORE_NORM, HiddenStateRe
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.engine.test_kv_cache import FedText
 from tests.forwards import unwrap
-from tests.slots import open_slots
+from tests.slots import open_slots, verify
 
 Loaded = Callable[..., LoadedModel]
 POINTS = (0, 2, BEFORE_NORM, AFTER_NORM)

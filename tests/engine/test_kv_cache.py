@@ -17,11 +17,11 @@ from outrider.engine.flat import ensure_capacity
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from tests.forwards import unwrap
-from tests.slots import open_slots
+from tests.slots import open_slots, verify
 
 Loaded = Callable[..., LoadedModel]
 TOGETHER = ("llama", "gemma3_text", "qwen3_moe")

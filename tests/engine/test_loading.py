@@ -272,8 +272,7 @@ def test_model_loads_and_runs_without_a_working_compiler(tiny_model: TinyModel, 
         fake.chmod(0o755)
     program = (
         "from outrider.engine.models_only import models_only; models_only()\n"
-        "from outrider.engine.loading import load; from tests.slots import open_slots\n"
-        "from outrider.engine.verify import verify\n"
+        "from outrider.engine.loading import load; from tests.slots import open_slots, verify\n"
         "from outrider.protocol.sampling import SamplingParams\n"
         f"model = load({str(tiny_model('llama'))!r})\n"
         "slots = open_slots(model, [[5, 6, 7]], [SamplingParams(temp=1.0, top_p=0.9, min_p=0.01, seed=1)])\n"

@@ -11,10 +11,11 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache, SeparateKVCache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.verify import VerifyInput, VerifyOutput, begin_forward, verify
+from outrider.engine.verify import VerifyInput, VerifyOutput, begin_forward
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.protocol.schema import IMPOSSIBLE_LOGPROB, Logprobs, concat_logprobs
+from tests.slots import verify
 
 Loaded = Callable[..., LoadedModel]
 PROMPT = [40, 41, 42, 43, 44, 60, 61, 40, 41]

@@ -24,7 +24,6 @@ from outrider.engine.loading import LoadedModel
 from outrider.engine.noise import Purpose, derive_seed
 from outrider.engine.residual import Draws, ResidualSampler, draw_tokens
 from outrider.engine.sampling import Sampler
-from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import (
@@ -39,7 +38,7 @@ from outrider.protocol.trees import (
 )
 from tests.forwards import decode_pipelined
 from tests.logprobs import filtered_logprobs
-from tests.slots import open_slots
+from tests.slots import open_slots, verify
 
 V = 5
 TOKENS = 2000

@@ -21,12 +21,12 @@ from outrider.engine.kv_rows import DenseKVRows, JointKVRows, RecurrentKVRows
 from outrider.engine.load_checks import find_tree_form, open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
-from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.columns import column_tokens
 from tests.forwards import unwrap
-from tests.slots import open_slots, open_tree
+from tests.slots import open_slots, open_tree, verify
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]

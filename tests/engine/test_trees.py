@@ -13,12 +13,12 @@ from outrider.engine.flat import NodeSegment, Segment
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import logits_match, open_kv_cache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward, verify
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin_forward
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import accepted_path, chain_parents, first_branch, node_depths, tree_fault
 from tests.engine.test_verify import LONGEST, PENALISED, PROMPT, SETTINGS, corrupted, decoded
-from tests.slots import open_slots
+from tests.slots import open_slots, verify
 
 Loaded = Callable[..., LoadedModel]
 GREEDY = SamplingParams()

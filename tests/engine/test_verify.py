@@ -19,12 +19,11 @@ from outrider.engine.flat import Segment
 from outrider.engine.kv_cache import CacheSlot, Feed, SeparateKVCache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import SamplingMetadata, apply_penalties
-from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import one_hot
 from tests.forwards import decode_pipelined
-from tests.slots import open_slots
+from tests.slots import open_slots, verify
 from tests.tiny import FAMILIES, HYBRIDS
 
 Loaded = Callable[..., LoadedModel]

@@ -9,9 +9,8 @@ import mlx.core as mx
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
-from outrider.engine.verify import verify
 from outrider.protocol.sampling import SamplingParams
-from tests.slots import open_slots
+from tests.slots import open_slots, verify
 
 MAX_CACHED = 20_000
 

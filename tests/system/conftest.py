@@ -11,11 +11,10 @@ import pytest
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.verify import verify
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.sampling import SamplingParams
-from tests.slots import open_slots
+from tests.slots import open_slots, verify
 from tests.system.cluster import Cluster
 from tests.system.links import VirtualClock
 from tests.system.small_models import DRAFT_NOISE, SMALL_CONFIG

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from outrider.engine.loading import LoadedModel
-from outrider.engine.verify import verify
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.sampling import SamplingParams
-from tests.slots import open_slots
+from tests.slots import open_slots, verify
 from tests.tiny import Pair
 
 SOURCE = Path(__file__).with_name("jumping_clock.c")

@@ -15,7 +15,6 @@ import pytest
 from outrider.engine.kv_cache import CacheSlot, SeparateKVCache
 from outrider.engine.load_checks import probe_abilities
 from outrider.engine.loading import load
-from outrider.engine.verify import verify
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import Grammar, SamplingParams
@@ -23,7 +22,7 @@ from outrider.protocol.stats import Claim
 from outrider.target_worker.certificate import certify, main
 from tests.harness.model_configs import WINDOW, config_of
 from tests.harness.tiny_models import write_model
-from tests.slots import open_slots
+from tests.slots import open_slots, verify
 
 PROMPT = (5, 9, 17, 4)
 LENGTH = 24

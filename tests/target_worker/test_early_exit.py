@@ -20,13 +20,13 @@ from outrider.drafters.heads.load import load as load_head
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.verify import verify
 from outrider.protocol.digest import model_digest
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.drafters.experts import gated_mlp, rms
 from tests.drafters.mtp_heads import apply_rope
 from tests.drafting import HeadText, draft_chains
+from tests.slots import verify
 from tests.system.links import drafted_chain
 from tests.target_worker.heads import LAYERS, H, markov_llama
 from tests.target_worker.test_in_process_head import mean_accepted, run, texts
