@@ -1,7 +1,7 @@
 """Compares AR, SD, SSD and auto with other engines on the same weights and prompts, in interleaved runs.
 
-Prompts of all classes run at settings that are chosen once, as for a real server. `--concurrency` compares concurrent
-requests instead.
+Prompts of all classes run at settings that are chosen once, as for a real server; then memory and latency are measured.
+`--concurrency` compares concurrent requests instead.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import argparse
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import cycle, islice, product
+from itertools import chain, cycle, islice, product
 from pathlib import Path
 from typing import Any
 
 from outrider.bench.commands import files
 from outrider.bench.commands.files import parse_modes, parse_numbers
+from outrider.bench.commands.footprint import MEMORY_TEXT_TOKENS, footprint_lines, measure_footprint
 from outrider.bench.comparison import report
 from outrider.bench.comparison.peers import (
     LLAMA_CPP,
@@ -115,9 +116,14 @@ def run(options: argparse.Namespace) -> int:
             screen.clear()
             print(report.format_runs(runs, sampling.temp, families.threads, families.weight_bytes))
             print(f"\nratios, {at}\n\n{report.format_ratios(ratios[at])}\n", flush=True)
-    for note in (*peers.left_out, *families.notes):
-        print(note)
-    files.write_results(out / "bench.json", settings, {"ratios": ratios, "classes": classes, "runs": raw})
+    used = None
+    if (pair.target.context_length or MEMORY_TEXT_TOKENS) >= MEMORY_TEXT_TOKENS:
+        used = measure_footprint(given, settings, peers, list(chain(*prompts)), screen.show)
+        screen.clear()
+    for line in (*(footprint_lines(used) if used else ()), *peers.left_out, *families.notes):
+        print(line)
+    results = {"ratios": ratios, "footprint": used, "classes": classes, "runs": raw}
+    files.write_results(out / "bench.json", settings, results)
     print(f"{options.max_tokens} tokens, B = {settings.breadth}; written: {out / 'bench.json'}")
     files.write_picture(out / "bench.png", lambda: report.draw_runs(raw))
     return 0

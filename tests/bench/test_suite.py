@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from outrider.bench.commands import files
+from outrider.bench.commands import files, footprint
 from outrider.bench.commands.files import SUITE_FOLDER
 from outrider.bench.comparison import report
 from outrider.bench.comparison import runners as runners_module
@@ -27,7 +27,6 @@ from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.version import install_command
-from tools import footprint
 
 
 def runs(*rates: float) -> list[Run]:

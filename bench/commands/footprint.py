@@ -1,14 +1,11 @@
-"""Measures the footprint of a server, and of llama.cpp on the same file, if it is installed.
+"""The footprint of a server for `outrider bench`, and of llama.cpp on the same file.
 
-    python -m tools.footprint --model smollm2       # some minutes
-
-Prints the memory of all processes (PSS, or RSS where the system has no PSS), the time to first token of a long prompt,
-and the start-up time. It takes the flags of a cluster, and prompts like `outrider bench`.
+Memory of all processes (PSS, or RSS where the system has no PSS), time to first token of a long prompt, and start-up
+time.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import threading
@@ -16,22 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 from typing import Any
 
 import psutil
 
-from outrider.bench.commands import files
-from outrider.bench.comparison.peers import ChosenPeers, choose_peers, llama_cpp
+from outrider.bench.comparison.peers import ChosenPeers, llama_cpp
 from outrider.bench.comparison.runners import llama_cpp_name
 from outrider.bench.comparison.runs import SEED_STRIDE, BatchRunner, Texts, mode_batch_runner, run_interleaved
-from outrider.orchestrator.cli import flags, run_as_program
-from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
 OUTRIDER_MODE = "auto"
@@ -55,28 +47,6 @@ class Footprint:
     memory: dict[str, int]
     first_ms: dict[str, float]
     start_s: float
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    files.add_flags(parser.add_argument_group("footprint"))
-    flags.add_cluster_flags(parser, (*flags.MULTI_REQUEST_SETTINGS, "memory", "trace"))
-
-
-def run(options: argparse.Namespace) -> int:
-    flags.set_up_logging(options)
-    given, screen = flags.settings_of(options), Screen()
-    pair = choose_pair(ServeSettings(**given))
-    if (context := pair.target.context_length) and context < MEMORY_TEXT_TOKENS:
-        raise InvalidRequest(
-            f"{pair.target.name} has a context of {context} tokens; expected at least {MEMORY_TEXT_TOKENS}"
-        )
-    peers = choose_peers(None, options.model, options.draft_model)
-    words = list(chain.from_iterable(chain.from_iterable(files.load_prompt_tokens(options, pair).values())))
-    found = measure_footprint(given, pair.settings, peers, words, screen.show)
-    screen.clear()
-    for line in (*footprint_lines(found), *peers.left_out):
-        print(line)
-    return 0
 
 
 def measure_footprint(
@@ -171,7 +141,3 @@ def _cut_prompts(words: Sequence[int], count: int, length: int) -> list[tuple[in
     """Returns prompts that begin at different positions of `words`, so that none is in the prompt cache."""
     step = max(len(words) // count, 1)
     return [tuple(islice(cycle(words), at, at + length)) for at in range(0, count * step, step)]
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_as_program())
