@@ -123,37 +123,31 @@ class Draws:
         return make_step([metadata], logits, partial(DrawnStep, partial(draw_tokens, self, seeds, metadata.positions)))
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """`chosen` [R] was drawn from `ids` [R, m] with probabilities `probs` [R, m]."""
-
-    chosen: Ints
-    ids: Ints
-    probs: Floats
-
-
 class DrawnStep(Step):
     """A `Step` whose best tokens are draws, by numpy; `candidates` are still the likeliest tokens."""
 
     def __init__(
-        self, draw: Callable[[Floats], Drawn], scores: mx.array, finish: Callable[[Floats], Floats] | None
+        self,
+        draw: Callable[[Floats], tuple[Ints, SparseQ]],
+        scores: mx.array,
+        finish: Callable[[Floats], Floats] | None,
     ) -> None:
         """`draw`: `draw_tokens` without its last argument."""
         super().__init__(scores, finish)
         self._draw, self._by_numpy = draw, True
 
-    def q(self, row: int) -> tuple[Ints, Floats]:
-        """Returns what a row's best token was drawn from: ids [m] and probabilities [m]. Waits."""
+    def q(self, row: int) -> SparseQ:
+        """Returns what a row's best token was drawn from, in one row. Waits."""
         self.best()
-        return self._drawn.ids[row], self._drawn.probs[row]
+        return self._q.part(row, row + 1)
 
     def _choose(self, _: Any, scores: Floats) -> Ints:
-        self._drawn = self._draw(scores)
-        return self._drawn.chosen
+        chosen, self._q = self._draw(scores)
+        return chosen
 
 
-def draw_tokens(draws: Draws, seeds: Sequence[int], positions: Sequence[int], scores: Floats) -> Drawn:
-    """Draws a token for each row of `scores` [R, V], log p up to a constant.
+def draw_tokens(draws: Draws, seeds: Sequence[int], positions: Sequence[int], scores: Floats) -> tuple[Ints, SparseQ]:
+    """Draws a token for each row of `scores` [R, V], log p up to a constant; returns them [R], and their q.
 
     `seeds`: one for each row, derived from its fork; `positions`: those of the drawn tokens.
     """
@@ -164,4 +158,4 @@ def draw_tokens(draws: Draws, seeds: Sequence[int], positions: Sequence[int], sc
         weights = np.where(weights >= least, weights + np.float32(math.log(draws.saguaro)), weights)
     shares = np.exp(weights - weights.max(axis=-1, keepdims=True))
     best = (weights + gumbel_at(seeds, positions, ids)).argmax(axis=-1)[:, None]
-    return Drawn(np.take_along_axis(ids, best, -1)[:, 0], ids, shares / shares.sum(axis=-1, keepdims=True))
+    return np.take_along_axis(ids, best, -1)[:, 0], SparseQ(ids, shares / shares.sum(axis=-1, keepdims=True))

@@ -196,7 +196,7 @@ class Tree:
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
         rows = [(node.step, node.row) for node in map(self._node, nodes)]
         qs = [step.q(row) for step, row in rows if isinstance(step, DrawnStep)]
-        return SparseQ(np.stack([ids for ids, _ in qs]), np.stack([probs for _, probs in qs])) if qs else None
+        return SparseQ(np.concatenate([q.ids for q in qs]), np.concatenate([q.probs for q in qs])) if qs else None
 
     def scores(self, node: int) -> mx.array:
         """Returns the scores [V] of the tokens after a node."""

@@ -74,8 +74,8 @@ def drafted(
     draws, tokens, ids, probs = Draws(seed, width, saguaro, 2), list(text), [], []
     keys = [derive_seed(seed, Purpose.DRAFT, len(text) - 1 if fork is None else fork)]
     for _ in range(depth):
-        drawn = draw_tokens(draws, keys, [len(tokens)], table[tokens[-1]][None])
-        tokens.append(int(drawn.chosen[0]))
+        chosen, drawn = draw_tokens(draws, keys, [len(tokens)], table[tokens[-1]][None])
+        tokens.append(int(chosen[0]))
         ids.append(drawn.ids[0])
         probs.append(drawn.probs[0])
     return Chain(tokens[len(text) :], SparseQ(np.array(ids, np.int32), np.array(probs, np.float32)))
@@ -390,8 +390,8 @@ def test_acceptance_rate_is_the_overlap_of_p_and_q() -> None:
     sampler, p, q = ResidualSampler(PARAMS, V), np.exp(LOG_P[0]), np.exp(DRAFT[0]) / np.exp(DRAFT[0]).sum()
     held, positions = 0, range(1, 2001)
     keys = [derive_seed(11, Purpose.DRAFT, position - 1) for position in positions]
-    drawn = draw_tokens(Draws(11, V, 1.0, 2), keys, positions, np.tile(DRAFT[0], (2000, 1)))
-    for position, token, ids, probs in zip(positions, drawn.chosen, drawn.ids, drawn.probs, strict=True):
+    chosen, drawn = draw_tokens(Draws(11, V, 1.0, 2), keys, positions, np.tile(DRAFT[0], (2000, 1)))
+    for position, token, ids, probs in zip(positions, chosen, drawn.ids, drawn.probs, strict=True):
         held += sampler.accepted(LOG_P[[0]], [position], [int(token)], SparseQ(ids[None], probs[None]))
     assert abs(held / 2000 - np.minimum(p, q).sum()) < 0.03
 
