@@ -59,8 +59,6 @@ MAX_NEW_LEAD_TIME_RATIO = 0.9
 MIN_SIMILAR_DEPTH_RATIO = 0.75
 
 Latencies = Mapping[str, DrafterLatency]
-Models = Mapping[str, object]
-"""The model of each drafter: drafters with the same model rank outcomes equally."""
 
 # A drafter that was lost this often in a row while it drafted for a request, without an answer, is not taken back.
 MAX_LOSSES = 2
@@ -160,9 +158,10 @@ def sort_by_latency(latencies: Latencies, depth: int, lead: str = "") -> list[st
 
 
 def assign_ranks(
-    latencies: Latencies, models: Models, lead: str, branches: int, depth: int, within_ms: float
+    latencies: Latencies, models: Mapping[str, object], lead: str, branches: int, depth: int, within_ms: float
 ) -> dict[str, range]:
-    """Returns the ranks of outcomes that each drafter prepares; the first, which leads, has the likeliest.
+    """Returns the ranks of outcomes that each drafter prepares; the first, which leads, has the likeliest. Drafters
+    with the same one of `models` rank outcomes equally.
 
     The `branches` likeliest outcomes in a model's ranking are divided among its drafters that are about as fast as the
     best. A slower one gets those that rank after them, so it takes none from the others; one that would deliver nothing
@@ -330,7 +329,7 @@ class DraftPool:
 
     # --- internals ------------------------------------------------------------------------------------------------
 
-    def _latencies_of(self, request: Request) -> Mapping[str, DrafterLatency]:
+    def _latencies_of(self, request: Request) -> Latencies:
         return {name: self._latencies[name] for name in request.draft.drafters}
 
     def _assign_ranks(self, request: Request) -> dict[str, range]:
