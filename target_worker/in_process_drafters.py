@@ -21,7 +21,7 @@ from outrider.drafters.heads.early_exit import ExitDraft, ExitDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDraft, NgramDrafter
-from outrider.drafters.work_ahead import DraftTurn, WorkAhead, run_together
+from outrider.drafters.work_ahead import DraftTurn, WorkAhead
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, HiddenStatesListener, KVCache
 from outrider.engine.loading import LoadedModel
@@ -35,14 +35,6 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 
 _CHAIN_TOKENS = 4  # the default K
-
-
-def propose(turns: Sequence[DraftTurn]) -> list[Continuation | OutriderError]:
-    """Returns the chains of requests of one drafter, which share its forwards, or their errors.
-
-    A chain ends where the draft model's context ends, and is empty from there on.
-    """
-    return run_together([turn.steps for turn in turns])[0]
 
 
 class ModelDraftSession:

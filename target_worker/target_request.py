@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import structs
 
 from outrider.drafters.growth import Continuation
-from outrider.drafters.work_ahead import DraftTurn
+from outrider.drafters.work_ahead import DraftTurn, run_together
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.verify import VerifyInput, VerifyOutput
 from outrider.protocol import clock
@@ -39,7 +39,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.schema import MAX_CHAIN, Logprobs, concat_logprobs
 from outrider.protocol.trees import DraftTree, merge_trees
-from outrider.target_worker.in_process_drafters import DraftSession, propose
+from outrider.target_worker.in_process_drafters import DraftSession
 
 log = logging.getLogger(__name__)
 
@@ -290,7 +290,8 @@ class TargetRequest:
         """Returns up to `depth` tokens of n-grams that are worth these costs."""
         if depth < 1 or NGRAM not in self.drafters:
             return ()
-        (copy,) = propose([self._session(NGRAM).turn(self.slot.tokens, InProcess(depth, NGRAM, row_costs=row_costs))])
+        turn = self._session(NGRAM).turn(self.slot.tokens, InProcess(depth, NGRAM, row_costs=row_costs))
+        (copy,), _ = run_together([turn.steps])
         return copy.without(self.opened.eos).chain if isinstance(copy, Continuation) else ()
 
     @property
@@ -352,7 +353,7 @@ def _draft_with_one_drafter(requests: Sequence[TargetRequest]) -> None:
         except OutriderError as error:
             request.set_proposal(error, Span(started_ns, clock.now()))
     started_ns = clock.now()  # the texts are read
-    drafts = propose([turn for _, turn in turns])
+    drafts, _ = run_together([turn.steps for _, turn in turns])
     span = Span(started_ns, clock.now())
     for (request, _), draft in zip(turns, drafts, strict=True):
         request.set_proposal(draft, span)

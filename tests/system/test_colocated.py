@@ -216,14 +216,18 @@ def test_wrong_q_is_detected_by_the_distribution_check(make_cluster: Make, monke
     """Otherwise the test above would prove nothing."""
     from outrider.target_worker import target_request
 
-    propose = target_request.propose
+    run_together = target_request.run_together
 
     def flat(proposed: Any) -> Any:
         if getattr(proposed, "q", None) is None:
             return proposed
         return replace(proposed, q=structs.replace(proposed.q, probs=np.full_like(proposed.q.probs, 1 / 3)))
 
-    monkeypatch.setattr(target_request, "propose", lambda turns: [flat(found) for found in propose(turns)])
+    def flat_together(steps: Any) -> Any:
+        found, rows = run_together(steps)
+        return [flat(proposed) for proposed in found], rows
+
+    monkeypatch.setattr(target_request, "run_together", flat_together)
     cluster = make_cluster(None, target=markov(TABLE), colocated=markov(OTHER), depth=3, ngrams=False)
     sampling = SamplingParams(max_tokens=260, temp=1.0, rule="residual", q_width=3)
     run = cluster.run([0, 1, 2], replace(sampling, seed=3), "sd")

@@ -13,10 +13,11 @@ from outrider.drafters.fan_out import Calibration
 from outrider.drafters.growth import Continuation
 from outrider.drafters.heads.drafter import HeadDraft, HeadDrafter
 from outrider.drafters.heads.head import Head
+from outrider.drafters.work_ahead import run_together
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Autonomous, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafters import InProcessDrafters, propose
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, drafted_chain, run_worker
 from tests.target_worker.block_heads import block_head, linked_head, parallel_head
@@ -40,7 +41,7 @@ def test_tree_holds_the_chain_first_and_then_the_next_best_tokens(
     found = []
     for min_prob in (1.0, 0.01):
         draft = draft_with_features(own, SamplingParams(temp=0.8, seed=4))
-        found += propose([draft.turn(text, InProcess(3, min_prob=min_prob))])
+        found += run_together([draft.turn(text, InProcess(3, min_prob=min_prob)).steps])[0]
     plain, tree = found
     assert isinstance(plain, Continuation) and isinstance(tree, Continuation)
     assert tree.line == plain.chain and plain.parents == ()
@@ -54,7 +55,7 @@ def test_accepted_alternative_is_learned(target: LoadedModel, monkeypatch: pytes
     monkeypatch.setattr(Calibration, "learn", lambda self, points, *rest: learned.append((len(points), *rest)))
     own = drafter(token_head(target), target)
     draft, text = draft_with_features(own, SamplingParams()), [5, 6, 7, 8]
-    (tree,) = propose([draft.turn(text, InProcess(3, min_prob=0.001))])
+    (tree,), _ = run_together([draft.turn(text, InProcess(3, min_prob=0.001)).steps])
     assert isinstance(tree, Continuation)
     other = next(t for parent, t in zip(tree.parents[3:], tree.chain[3:], strict=True) if parent == 0)
     text += [tree.chain[0], other, 9]

@@ -14,13 +14,14 @@ from outrider.drafters.growth import Continuation
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.ngrams import NgramDraft, NgramDrafter
+from outrider.drafters.work_ahead import run_together
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Autonomous, Halt, InProcess, Open, Outcome, Verify
 from outrider.protocol.ngrams import INDEX_PIECE_TOKENS, PRIOR_COPIED, NgramTable
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.target_worker import in_process_drafters
-from outrider.target_worker.in_process_drafters import InProcessDrafters, propose
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, drafted_chain, run_worker
 from tests.target_worker.heads import (
@@ -151,7 +152,7 @@ def test_ngrams_of_a_table_change_no_token_and_save_rounds(target: LoadedModel, 
 
 
 def copy(draft: NgramDraft, text: list[int]) -> tuple[int, ...]:
-    (found,) = propose([draft.turn(text, InProcess(2, row_costs=FREE_ROWS))])
+    (found,), _ = run_together([draft.turn(text, InProcess(2, row_costs=FREE_ROWS)).steps])
     assert isinstance(found, Continuation)
     return found.chain
 
