@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from outrider import __version__
 from outrider.orchestrator.http_settings import HttpSettings
@@ -24,6 +27,8 @@ if TYPE_CHECKING:  # OpenTelemetry is optional
 
 MIN_COMPRESSED_BYTES = 16_384
 """Responses of at least this many bytes are compressed. Event streams never are."""
+
+_REFUSED_GZIP = re.compile(r"gzip\s*;\s*q=0(\.0*)?\s*(,|$)", re.IGNORECASE)
 
 
 def build_app(
@@ -49,7 +54,7 @@ def build_app(
     app.mount("/page", page.files)
     extend_openapi(app, model.names, chat.ChatChunk)
     app.add_exception_handler(HTTPException, _raise_error)
-    app.add_middleware(GZipMiddleware, minimum_size=MIN_COMPRESSED_BYTES, compresslevel=5)
+    app.add_middleware(_Compression, minimum_size=MIN_COMPRESSED_BYTES, compresslevel=5)
     app.add_middleware(AccessLogMiddleware, settings=settings, metrics=metrics, tracing=tracing)
     if settings.cors_origins:
         app.add_middleware(
@@ -61,6 +66,14 @@ def build_app(
             expose_headers=["x-request-id", "request-id", "retry-after", "x-should-retry"],
         )
     return app
+
+
+class _Compression(GZipMiddleware):
+    """Compresses answers, but not for a client that refuses gzip by `q=0`."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused = _REFUSED_GZIP.search(Headers(scope=scope).get("accept-encoding", ""))
+        await (self.app if refused else super().__call__)(scope, receive, send)
 
 
 async def _raise_error(_request: Request, error: Exception) -> Response:
