@@ -74,6 +74,11 @@ class Origin(IntEnum):
     GUESSED = 5
     """An alternative to a chain's token, which its drafter ranked next best."""
 
+    @property
+    def label(self) -> str:
+        """The name in HTTP, in the records of rounds and in the trace."""
+        return self.name.lower()
+
 
 @dataclass(frozen=True, slots=True)
 class Array:

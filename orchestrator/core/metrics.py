@@ -164,7 +164,7 @@ class RequestMetrics:
         return RoundRecord(
             round=ended.number,
             lookup=proposal.lookup.value,
-            source=proposal.source.name.lower(),
+            source=proposal.source.label,
             drafted=len(proposal.chain),
             accepted=min(outcome.accepted, kept),
             tokens=kept,
@@ -222,7 +222,7 @@ class RequestMetrics:
             resumed=self.resumed,
             rejoined=self.rejoined,
             draft_n_accepted_by=dict(sorted(sums.accepted_by_drafter.items())),
-            draft_n_accepted_from={o.name.lower(): count for o, count in sorted(sums.accepted_by_origin.items())},
+            draft_n_accepted_from={o.label: count for o, count in sorted(sums.accepted_by_origin.items())},
         )
 
 
@@ -353,13 +353,13 @@ class RoundMetrics:
         if self._trace.enabled:
             number, proposal, chain = ended.number, ended.proposal, ended.proposal.chain
             if ended.decided is not None and not proposal.draft:
-                name = name_round(proposal.lookup.value, proposal.source.name.lower())
+                name = name_round(proposal.lookup.value, proposal.source.label)
                 self._mark(name, ended.decided.ended_ns, number, chain)
             if outcome.drafted is not None:  # its chain has a track of its own
                 source = proposal.source if chain else Origin.TARGET
-                self._mark(source.name.lower(), outcome.work.started_ns, number, chain)
+                self._mark(source.label, outcome.work.started_ns, number, chain)
                 self._trace.add(TARGET_DRAFTER_TRACK, "chain", outcome.drafted.span, tokens=len(chain), round=number)
-            accepted = Counter(origin.name.lower() for origin in proposal.origins(ended.nodes)[:-1][: len(ended.kept)])
+            accepted = Counter(origin.label for origin in proposal.origins(ended.nodes)[:-1][: len(ended.kept)])
             name, args = f"verify {len(chain) + 1}", {"accepted": outcome.accepted, "by": dict(accepted)}
             self._trace.add(TARGET_TRACK, name, outcome.work, round=number, **args)
         return report
@@ -371,6 +371,6 @@ class RoundMetrics:
 
 def name_round(lookup: str, source: str) -> str:
     """Returns what a round verifies, in words: its lookup's result, or else its chain's source (see `RoundRecord`)."""
-    if lookup == Lookup.NONE.value or source == Origin.DRAFTED.name.lower():
+    if lookup == Lookup.NONE.value or source == Origin.DRAFTED.label:
         return source
     return Lookup.HIT.value if lookup == Lookup.GROWN.value else lookup

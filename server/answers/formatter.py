@@ -224,7 +224,7 @@ def build_statistics(
 
 def report_speculation(chunks: Sequence[Chunk]) -> schemas.SpeculationReport | None:
     """Returns the `speculation` field for a choice's chunks; None if empty. A chunk with an origin has one token."""
-    origins = [schemas.TokenOrigin(text=one.text, origin=one.origins[0].name.lower()) for one in chunks if one.origins]
+    origins = [schemas.TokenOrigin(text=one.text, origin=one.origins[0].label) for one in chunks if one.origins]
     rounds = [_to_fields(record) for chunk in chunks for record in chunk.rounds or ()]
     return schemas.SpeculationReport(origins=origins or None, rounds=rounds or None) if origins or rounds else None
 
